@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl.types import wide
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Mean:
     def of(cls, values: Array, mask: Array | None = None) -> Mean:
         """Total and count of ``values`` where ``mask`` (same shape) is set."""
         values = jnp.asarray(values)
-        dtype = jnp.promote_types(values.dtype, jnp.float32)
+        dtype = wide(values.dtype)
         values = values.astype(dtype)
         weight = jnp.ones(values.shape, dtype) if mask is None else jnp.asarray(mask).astype(dtype)
         return cls(jnp.sum(jnp.where(weight != 0, values, 0) * weight), jnp.sum(weight))
@@ -34,7 +36,7 @@ class Mean:
     def scalar(cls, value: Array | float) -> Mean:
         """One observation."""
         value = jnp.asarray(value)
-        value = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        value = value.astype(wide(value.dtype))
         return cls(value, jnp.ones((), value.dtype))
 
     def __add__(self, other: Mean) -> Mean:

@@ -31,6 +31,11 @@ STOP_NAMES = ("eos", "length", "none")
 container = jax.tree_util.register_dataclass
 
 
+def wide(*dtypes: Any) -> jnp.dtype:
+    """The dtype to accumulate in: float64 if any of ``dtypes`` is, float32 otherwise."""
+    return jnp.dtype("float64" if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else "float32")
+
+
 @container
 @dataclass(frozen=True)
 class Prompts:
@@ -52,9 +57,10 @@ class Rows:
 
     def mask(self) -> Bool[Array, "*N L"]:
         """True on response tokens, ``start <= t < length``."""
-        t = jnp.arange(self.tokens.shape[-1])
+        t = jnp.arange(self.tokens.shape[-1], dtype=jnp.int32)
         t = t.reshape((1,) * self.start.ndim + (-1,))
-        return (t >= self.start[..., None]) & (t < self.length[..., None])
+        start, length = (jnp.asarray(x)[..., None].astype(jnp.int32) for x in (self.start, self.length))
+        return (t >= start) & (t < length)
 
     def response_length(self) -> Int[Array, "*N"]:
         """Number of response tokens, the end-of-sequence token included."""
