@@ -1,0 +1,168 @@
+"""What a training run is made of, as plain frozen objects.
+
+``train`` consumes these and never sees YAML. ``jaxrl.config`` builds them from a file and checks
+every value; built by hand they are taken at their word. Units: tokens, prompts, optimiser steps;
+log-probabilities in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl.models.config import ModelConfig
+from jaxrl.rewards.shaping import Binary, Reward
+from jaxrl.rl.algorithms import Algorithm
+from jaxrl.sampling.strategies import Strategy, Temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Where the policy comes from: exactly one of ``path``, ``init`` and ``base``.
+
+    ``path`` is a folder or hub id of a Hugging Face model, ``init`` a decoder with fresh weights,
+    ``base`` the name of a model that the task itself trains (``msa0``). ``dtype`` is what is
+    computed in; master weights and optimiser moments are float32 at least.
+    """
+
+    path: str | None = None
+    init: ModelConfig | None = None
+    base: Literal["msa0"] | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    remat: Literal["none", "names", "dots", "full"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Msa0Spec:
+    """The enumerable multi-strategy arithmetic task (SCIENCE.md D.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One worked example that the prompt shows before the problem."""
+
+    problem: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemsSpec:
+    """Problems with gold answers: a JSONL or parquet file, a hub id, or the name of a built-in set.
+
+    ``max_prompt`` is in tokens; ``limit`` keeps the first problems of the training set.
+    ``on_bad_gold`` says what an answer does that cannot be parsed: stop at loading, or drop and count.
+    """
+
+    train: str
+    eval: tuple[str, ...] = ()
+    template: str = "paper"
+    examples: tuple[Example, ...] = ()
+    system: str | None = None
+    max_prompt: int = 1024
+    on_bad_gold: Literal["abort", "drop"] = "abort"
+    limit: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """Sampling of a step: ``prompts`` x ``n`` responses of at most ``max_new_tokens``.
+
+    ``chunk`` bounds the prompts of one sampling call, None being all at once. ``log_every`` is the
+    number of steps between readable rollout logs.
+    """
+
+    prompts: int = 16
+    n: int = 8
+    max_new_tokens: int = 5
+    strategy: Strategy = Temperature(value=1.0)
+    chunk: int | None = None
+    log_every: int = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserSpec:
+    """Optimiser and learning rate; one optimiser step per mini-batch.
+
+    ``warmup`` is in optimiser updates, linear from 0. ``linear`` and ``cosine`` fall to 0 at the last update.
+    ``clip`` bounds the global gradient norm. ``microbatch`` is in rows, None being the whole
+    mini-batch; it changes memory, never the gradient.
+    """
+
+    type: Literal["adamw", "sgd"] = "adamw"
+    lr: float
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    momentum: float = 0.0
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """Devices along each axis; one axis may be -1, which takes what the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSpec:
+    """The fixed solutions that are followed: ``n`` base samples a prompt, scored every ``every`` steps."""
+
+    prompts: int = 64
+    n: int = 4
+    temperature: float = 1.0
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfluenceSpec:
+    """The exact gradient kernel beside training: ``rows`` rows every ``every`` steps (0: never)."""
+
+    every: int = 20
+    rows: int = 32
+    method: Literal["auto", "reference", "columns", "chunked", "streamed", "ghost"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSpec:
+    """Held-out pass@k from ``n`` samples a problem, every ``every`` steps (0: only at the end)."""
+
+    every: int = 50
+    n: int = 256
+    k: tuple[int, ...] = (1, 16, 64, 256)
+    presets: tuple[Literal["full", "yue"], ...] = ("full",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Checkpoints every ``every`` steps: the last ``keep_last``, and all multiples of ``keep_every``."""
+
+    every: int = 50
+    keep_last: int = 2
+    keep_every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A whole run. ``seed`` is the root of all randomness; ``base_seed`` overrides the base model's."""
+
+    seed: int = 0
+    base_seed: int | None = None
+    model: ModelSpec
+    task: Msa0Spec | ProblemsSpec
+    reward: Reward = field(default_factory=Binary)
+    algorithm: Algorithm
+    rollout: RolloutSpec = RolloutSpec()
+    optimiser: OptimiserSpec
+    steps: int
+    mesh: MeshSpec = MeshSpec()
+    probe: ProbeSpec = ProbeSpec()
+    influence: InfluenceSpec = InfluenceSpec()
+    eval: EvalSpec = EvalSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
