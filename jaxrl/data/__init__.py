@@ -1,0 +1,1 @@
+"""Problems and prompts: the synthetic task, problem files, tokenizers, templates and padding."""

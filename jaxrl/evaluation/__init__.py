@@ -1,0 +1,1 @@
+"""What a model can do: exact probabilities on enumerable tasks, pass@k, coverage, modes, perplexity."""
