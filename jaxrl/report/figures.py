@@ -1,4 +1,4 @@
-"""Pictures of the kernel check and of single prompts or probes, from plain arrays.
+"""Pictures of the kernel check, from plain arrays.
 
 They read what ``jaxrl check`` leaves in its folder (SCIENCE.md C.3), so its output can be drawn
 without the model. Natural logarithms, sums over response tokens (nats), SGD steps of size eta on
@@ -26,10 +26,208 @@ without the model. Natural logarithms, sums over response tokens (nats), SGD ste
 slope_second_order, sign_agreement, violations_single, violations_batch, tightness_quantiles,
 adam_residual), and ``tables``: {"T-C1": [{column: value, ...}, ...], "T-C2": ..., "T-C3": ...}. A
 file ``T-C1.csv`` beside it is read where ``tables`` lacks one.
-
-Figures of the decomposition A5 read ``eval/exact*.json`` of a run, written by an evaluation that
-knows p exactly or from many samples: ``{"step": int, "uid": [...], "split": [...], "p_base": [...],
-"p_now": [...], "delta_plus": [...]}``, one entry a prompt: the probability of a correct answer under
-the base and now, and E over correct base answers of S_now - S_base (nats; null where the prompt
-has no correct answer). The file with the largest step is used.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
+
+from jaxrl.report import style
+from jaxrl.report.style import Picture
+
+Arrays = Mapping[str, np.ndarray]
+SCATTER = {"s": 9, "linewidths": 0, "rasterized": True}
+ONE = "single pairs"
+MANY = "whole batch"
+
+
+def remainders(pairs: Arrays | None, batch: Arrays | None, scalars: Mapping[str, Any]) -> Picture:
+    """F-C1: what first and second order leave unexplained, against the step size."""
+    panels = [(ONE, _pair_terms(pairs))] if pairs else []
+    panels += [(MANY, _batch_terms(batch))] if batch else []
+    slopes = {ONE: scalars.get("slope_single"), MANY: scalars.get("slope_batch")}
+    with style.drawing():
+        figure, axes = style.grid(1, len(panels), height=3.6, width=style.WIDTH if len(panels) > 1 else 5.6)
+        for panel, (title, (eta, predicted, first, second)) in zip(axes[0], panels, strict=True):
+            _remainder_panel(panel, eta, predicted, first, second)
+            slope = slopes[title]
+            panel.set_title(title if slope is None else f"{title}: first-order slope {slope:.2f}")
+        return style.picture(
+            figure,
+            "check-remainders",
+            """F-C1. What the first-order prediction (circles) and the second-order one (squares) leave unexplained,
+            against the SGD step size: on the dotted guides of slope 2 and 3 the expansion is right, and the grey line
+            is the size of the predicted change itself; median over probes, shaded 25 to 75 %.""",
+        )
+
+
+def pair_bound(pairs: Arrays) -> Picture:
+    """F-C2: the paper's lower bound |Delta| / (eta C) against the true |K|, one training row at a time."""
+    bound, kernel, share, eta = pair_bounds(pairs)
+    with style.drawing():
+        figure, axes = style.grid(1, 1, height=4.2, width=6.6)
+        panel = axes[0, 0]
+        norm = Normalize(0, 1)
+        panel.scatter(kernel, bound, c=share, cmap=style.SEQUENTIAL, norm=norm, **SCATTER)
+        _log_square(panel, kernel, bound)
+        span = np.array(panel.get_xlim())
+        for level in _levels(share):
+            ink = style.matplotlib.colormaps[style.SEQUENTIAL](norm(level))
+            panel.plot(span, span * level, color=ink, lw=0.9, zorder=1)
+        _diagonal(panel, "|A| = C: the bound is tight")
+        panel.set_xlabel("true kernel |K|  (nats² per squared parameter unit)")
+        panel.set_ylabel("lower bound |Δ| / (ηC)  (same unit)")
+        bar = figure.colorbar(ScalarMappable(norm, style.SEQUENTIAL), ax=panel, label="|A| / C of the training row")
+        bar.outline.set_visible(False)
+        silent = int(np.sum(np.asarray(pairs["advantage"]) == 0))
+        return style.picture(
+            figure,
+            "check-pair-bound",
+            f"""F-C2. The lower bound |Δ|/(ηC) of Eq. 4 against the true |K| of each pair at η = {eta:.0e}: the points lie
+            on rays of slope |A|/C, so how tight the bound is says how unusual the reward was, nothing about K;
+            points above the dashed line violate it. {silent} training rows with A = 0 move nothing and are left out.""",
+        )
+
+
+def batch_bound(batch: Arrays, bound_c: float) -> Picture:
+    """F-C3: the same bound when a whole batch is stepped on, against the mean and the largest |K|."""
+    bound, mean, largest, eta = batch_bounds(batch, bound_c)
+    norms = np.asarray(batch["probe_norm"])
+    with style.drawing():
+        figure, axes = style.grid(1, 2, height=3.7, sharey=True)
+        norm = LogNorm(*_positive_range(norms))
+        for panel, kernel, name in zip(axes[0], (mean, largest), ("mean", "largest"), strict=True):
+            panel.scatter(kernel, bound, c=norms, cmap=style.SEQUENTIAL, norm=norm, **(SCATTER | {"s": 20}))
+            _log_square(panel, np.concatenate([mean, largest]), bound)
+            _diagonal(panel, "bound = K")
+            broken = np.mean(bound > kernel)
+            panel.set_title(f"{name} over training rows: {broken:.0%} of probes above")
+            panel.set_xlabel(f"{name} |K|  (nats² per squared parameter unit)")
+        axes[0, 0].set_ylabel("|Δ| / (ηC Σ|w|)  (same unit)")
+        bar = figure.colorbar(ScalarMappable(norm, style.SEQUENTIAL), ax=axes, label="|∇S| of the probe  (nats per unit)")
+        bar.outline.set_visible(False)
+        return style.picture(
+            figure,
+            "check-batch-bound",
+            f"""F-C3. For a step on the whole batch (η = {eta:.0e}) the bound holds against the weighted mean and the largest
+            |K| over the training rows but lies far below both, because contributions cancel; colour shows the norm of
+            the probe's own gradient, which alone explains much of the ranking.""",
+        )
+
+
+def pair_bounds(pairs: Arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """|Delta|/(eta C), |K| and |A|/C of every pair with A != 0, and the eta used: the most linear one."""
+    kernel, advantage = np.asarray(pairs["kernel"]), np.asarray(pairs["advantage"])
+    eta, delta = np.asarray(pairs["eta"]), np.asarray(pairs["delta"])
+    e = most_linear(eta, delta, eta[:, None, None] * advantage[:, None] * kernel)
+    active = advantage != 0
+    bound_c = float(pairs["bound_c"])
+    bound = np.abs(delta[e, active]) / (eta[e] * bound_c)
+    share = np.broadcast_to(np.abs(advantage[active, None]) / bound_c, bound.shape)
+    return bound.ravel(), np.abs(kernel[active]).ravel(), share.ravel(), float(eta[e])
+
+
+def batch_bounds(batch: Arrays, bound_c: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """|Delta|/(eta C sum|w|), the weighted mean and the largest |K| of every probe [M], and the eta used.
+
+    Rows with A = 0 are left out on both sides: they contribute nothing, and the bounds stay valid.
+    """
+    eta, advantage = np.asarray(batch["eta"]), np.asarray(batch["advantage"])
+    e = most_linear(eta, np.asarray(batch["measured"]), np.asarray(batch["predicted"]))
+    active = advantage != 0
+    weight = np.abs(np.asarray(batch["weight_advantage"])[active] / advantage[active])
+    kernel = np.abs(np.asarray(batch["kernel"])[active])
+    bound = np.abs(np.asarray(batch["measured"])[e]) / (eta[e] * bound_c * weight.sum())
+    return bound, weight @ kernel / weight.sum(), kernel.max(0), float(eta[e])
+
+
+def most_linear(eta: np.ndarray, measured: np.ndarray, predicted: np.ndarray) -> int:
+    """Index of the step size at which the first order explains most, neither curvature nor rounding ruling."""
+    size = np.abs(predicted)
+    error = np.where(size > 0, np.abs(measured - predicted) / np.where(size > 0, size, 1), np.nan)
+    return int(np.nanargmin([np.nanmedian(row) for row in error.reshape(len(eta), -1)]))
+
+
+def _pair_terms(pairs: Arrays) -> tuple[np.ndarray, ...]:
+    eta, advantage = np.asarray(pairs["eta"]), np.asarray(pairs["advantage"])
+    active = advantage != 0
+    predicted = eta[:, None, None] * (advantage[:, None] * pairs["kernel"])[active]
+    first = np.asarray(pairs["delta"])[:, active] - predicted
+    second = first - pairs["second_order"][:, active] if "second_order" in pairs else None
+    return eta, predicted, first, second
+
+
+def _batch_terms(batch: Arrays) -> tuple[np.ndarray, ...]:
+    measured, predicted = np.asarray(batch["measured"]), np.asarray(batch["predicted"])
+    second = measured - batch["predicted_second"] if "predicted_second" in batch else None
+    return np.asarray(batch["eta"]), predicted, measured - predicted, second
+
+
+def _remainder_panel(
+    panel: Axes, eta: np.ndarray, predicted: np.ndarray, first: np.ndarray, second: np.ndarray | None
+) -> None:
+    order = np.argsort(eta)
+    eta = eta[order]
+    size = np.median(np.abs(predicted[order].reshape(len(eta), -1)), 1)
+    panel.loglog(eta, size, color=style.FAINT, lw=1.2)
+    _end_label(panel, eta, size, "predicted change", style.BASE)
+    kinds = ((first, "o", 0, "first-order\nremainder", 2), (second, "s", 1, "second-order\nremainder", 3))
+    for values, marker, index, label, slope in kinds:
+        if values is None:
+            continue
+        low, middle, high = np.quantile(np.abs(values[order].reshape(len(eta), -1)), (0.25, 0.5, 0.75), axis=1)
+        ink = style.colour(index)
+        panel.fill_between(eta, low, high, color=ink, alpha=0.15, lw=0)
+        panel.loglog(eta, middle, color=ink, marker=marker)
+        _end_label(panel, eta, middle, label, ink)
+        guide = middle[-1] * (eta / eta[-1]) ** slope
+        seen = guide > 0.3 * np.min(middle[middle > 0], initial=np.inf)
+        panel.loglog(eta[seen], guide[seen], color=style.INK, ls=":", lw=1.0)
+        at = eta[seen][0]
+        panel.annotate(f"slope {slope}", (at, guide[seen][0]), xytext=(-3, -4), textcoords="offset points",
+                       ha="right", va="top", fontsize=8.5, color=style.INK)  # fmt: skip
+    panel.set_xlabel("step size η (SGD)")
+    panel.set_ylabel("|change of log-probability|  (nats)")
+
+
+def _end_label(panel: Axes, x: np.ndarray, y: np.ndarray, text: str, ink: str) -> None:
+    panel.annotate(text, (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, color=ink)
+
+
+def _levels(share: np.ndarray) -> list[float]:
+    """Up to eight distinct |A|/C, so that z-scored groups give one ray a level."""
+    values = np.unique(np.round(share, 3))
+    return list(values if len(values) <= 8 else np.quantile(values, np.linspace(0, 1, 8)))
+
+
+def _positive_range(values: np.ndarray) -> tuple[float, float]:
+    positive = values[values > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
+    return (low, high) if high > low else (low / 2, high * 2)
+
+
+def _log_square(panel: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    """Log axes without the smallest 0.2 % of the values, whose distance to zero says nothing."""
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    for values, limit in ((x, panel.set_xlim), (y, panel.set_ylim)):
+        positive = values[values > 0]
+        if len(positive):
+            limit(np.quantile(positive, 0.002) / 1.6, positive.max() * 1.8)
+
+
+def _diagonal(panel: Axes, label: str) -> None:
+    low, high = max(panel.get_xlim()[0], panel.get_ylim()[0]), min(panel.get_xlim()[1], panel.get_ylim()[1])
+    x, y = panel.get_xlim(), panel.get_ylim()
+    panel.plot(x, x, color=style.INK, ls="--", lw=1.0, zorder=3)
+    panel.set_xlim(x)
+    panel.set_ylim(y)
+    middle = np.sqrt(low * high) if high > low else low
+    panel.annotate(label, (middle, middle), xytext=(-4, 5), textcoords="offset points", ha="right", va="bottom",
+                   fontsize=8.5, color=style.INK)  # fmt: skip

@@ -32,8 +32,8 @@ DPI = 170
 
 SETTINGS = {
     "font.size": 10.0,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "semibold",
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.labelsize": 10.0,
     "axes.edgecolor": "#888888",
