@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxrl.data.templates import Example
 from jaxrl.models.config import ModelConfig
 from jaxrl.rewards.shaping import Binary, Reward
+from jaxrl.rewards.verdict import MathRule
 from jaxrl.rl.algorithms import Algorithm
+from jaxrl.rl.optimiser import Optimiser
 from jaxrl.sampling.strategies import Strategy, Temperature
 
 
@@ -38,29 +41,28 @@ class Msa0Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
-    """One worked example that the prompt shows before the problem."""
-
-    problem: str
-    answer: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProblemsSpec:
     """Problems with gold answers: a JSONL or parquet file, a hub id, or the name of a built-in set.
 
-    ``max_prompt`` is in tokens; ``limit`` keeps the first problems of the training set.
-    ``on_bad_gold`` says what an answer does that cannot be parsed: stop at loading, or drop and count.
+    ``template`` names a prompt template; ``instruction`` and ``system`` replace its own. ``limit``
+    keeps the first problems of the training set. ``max_prompt`` is in tokens. ``on_bad_gold`` says
+    what an answer does that cannot be parsed, ``too_long`` what a longer prompt does: stop at
+    loading, or drop and count. ``rule`` is how answers are compared. ``tokenizer`` is a folder, file
+    or hub id; the model's own by default.
     """
 
     train: str
     eval: tuple[str, ...] = ()
     template: str = "paper"
     examples: tuple[Example, ...] = ()
+    instruction: str | None = None
     system: str | None = None
     max_prompt: int = 1024
     on_bad_gold: Literal["abort", "drop"] = "abort"
+    too_long: Literal["error", "drop"] = "error"
+    rule: MathRule = MathRule()
     limit: int | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +76,9 @@ class RolloutSpec:
     prompts: int = 16
     n: int = 8
     max_new_tokens: int = 5
-    strategy: Strategy = Temperature(value=1.0)
+    strategy: Strategy = field(default_factory=Temperature)
     chunk: int | None = None
     log_every: int = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimiserSpec:
-    """Optimiser and learning rate; one optimiser step per mini-batch.
-
-    ``warmup`` is in optimiser updates, linear from 0. ``linear`` and ``cosine`` fall to 0 at the last update.
-    ``clip`` bounds the global gradient norm. ``microbatch`` is in rows, None being the whole
-    mini-batch; it changes memory, never the gradient.
-    """
-
-    type: Literal["adamw", "sgd"] = "adamw"
-    lr: float
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: int = 0
-    weight_decay: float = 0.0
-    clip: float | None = None
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    momentum: float = 0.0
-    microbatch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +139,7 @@ class Experiment:
     reward: Reward = field(default_factory=Binary)
     algorithm: Algorithm
     rollout: RolloutSpec = RolloutSpec()
-    optimiser: OptimiserSpec
+    optimiser: Optimiser
     steps: int
     mesh: MeshSpec = MeshSpec()
     probe: ProbeSpec = ProbeSpec()
