@@ -1,0 +1,1 @@
+"""Algorithms as compositions of pieces, and the pure optimiser step they feed."""
