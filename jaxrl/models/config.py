@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 REMAT = ("none", "names", "dots", "full")
@@ -29,6 +29,13 @@ class ModelConfig:
     of a layer: everything (``none``), named activations (``names``), matmul outputs (``dots``) or
     only layer inputs (``full``).
 
+    ``source`` is the folder that a loaded model came from and ``checkpoint_dtype`` the dtype its
+    tensors had there: one name, or (tensor, dtype) pairs where they differ. ``save_model`` goes by
+    them. They say nothing of what the model computes and take no part in comparisons, so models
+    from different folders fit into one tree; the price is that a jitted function which *returns* a
+    model may give it the record of an equal one that it was compiled for. Name ``source`` and
+    ``dtype`` when you save a model after training.
+
     Raises ``ValueError`` when sizes do not divide or a name is unknown.
     """
 
@@ -54,6 +61,8 @@ class ModelConfig:
     remat: str = "none"
     vocab_limit: int | None = None
     init_std: float = 0.02
+    source: str | None = field(default=None, compare=False)
+    checkpoint_dtype: str | tuple[tuple[str, str], ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:

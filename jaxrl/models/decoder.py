@@ -103,7 +103,7 @@ def hidden(model: Decoder, tokens: Int[Array, "N L"]) -> Float[Array, "N L d"]:
     Padding needs no mask: it lies to the right, where causal attention never looks.
     """
     n, width = tokens.shape
-    t = jnp.arange(width)
+    t = jnp.arange(width, dtype=jnp.int32)
     causal = jnp.broadcast_to((t[:, None] >= t[None, :])[None], (n, width, width))
     positions = jnp.broadcast_to(t[None], (n, width))
 
@@ -138,8 +138,8 @@ def extend(
     """
     slots = cache.k.shape[2]
     slot = jnp.asarray(slot, jnp.int32)
-    query_slot = slot + jnp.arange(tokens.shape[1])
-    key_slot = jnp.arange(slots)
+    query_slot = slot + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    key_slot = jnp.arange(slots, dtype=jnp.int32)
     seen = (query_slot[:, None] >= key_slot[None, :])[None] & key_valid[:, None, :]
     zero = jnp.zeros((), jnp.int32)
 
@@ -173,7 +173,8 @@ def logits(model: Decoder, states: Float[Array, "*B d"], temperature: float | Ar
 
 
 def _embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S d"]:
-    return model.embed[...].astype(model.config.dtype)[tokens]
+    # gather, then cast: the gradient of a token that occurs often is then summed in the masters' dtype
+    return model.embed[...][tokens].astype(model.config.dtype)
 
 
 def _run_layers(model: Decoder, x: Array, positions: Array, make_attend: Any, extra: Any) -> tuple[Array, Any]:
@@ -182,8 +183,8 @@ def _run_layers(model: Decoder, x: Array, positions: Array, make_attend: Any, ex
     angles = rope_angles(positions, config, x.dtype)
     windows = None
     if any(w is not None for w in config.windows):
-        unlimited = config.max_positions + x.shape[1]
-        windows = jnp.asarray([w or unlimited for w in config.windows])
+        unlimited = jnp.iinfo(jnp.int32).max
+        windows = jnp.asarray([w or unlimited for w in config.windows], jnp.int32)
 
     def body(x: Array, xs: tuple[Any, Any, Any]) -> tuple[Array, Any]:
         p, extra, window = xs

@@ -92,7 +92,7 @@ def _over_chunks(score: Callable[..., Any], states: tuple[Array, ...], rows: Row
     """``score`` at every position, in chunks of positions; index t gets what position t-1 predicts."""
     n, width = rows.tokens.shape
     steps = width - 1
-    size = min(chunk, steps)
+    size = max(min(chunk, steps), 1)  # a row of one token predicts nothing: no chunk at all
     count = -(-steps // size)
     pad = count * size - steps
 
