@@ -6,22 +6,23 @@ keeps and ``from_tree`` reads again; ``changed`` says what a resumed run may not
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from jaxrl.data.templates import make_template
 from jaxrl.errors import UsageError, nearest
 from jaxrl.rewards.shaping import REWARDS, Reward
 from jaxrl.rl.advantages import ADVANTAGES, Advantage, Centre, GroupZScore
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm
+from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.filters import FILTERS, PREFILTERS, Filter, Prefilter
 from jaxrl.rl.losses import LOSSES, TokenLoss
 from jaxrl.rl.regularisers import REGULARISERS, Regulariser
 from jaxrl.rl.weights import WEIGHTS, Weights
 from jaxrl.sampling.strategies import STRATEGIES, Strategy, Temperature
-from jaxrl.schema import FAILED, Range, Reader, Schema, dump
+from jaxrl.schema import FAILED, Range, Reader, Schema, dump, named
 from jaxrl.train.experiment import Experiment, Msa0Spec, ProblemsSpec
-from jaxrl.yamltree import Document, Override, dotted, override, parse
+from jaxrl.yamltree import Document, Override, Path, dotted, override, parse
 
 COUNT = Range(1, 10**9)
 CADENCE = Range(0, 10**9)  # in steps; 0 is never
@@ -113,14 +114,14 @@ SCHEMA = Schema(
 RESUMABLE = ("steps", "eval", "checkpoint", "rollout.log_every")
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Experiment:
+def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Experiment:
     """The experiment of a YAML file, with ``KEY=VALUE`` overrides (``algorithm.loss.high=0.28``).
 
     Raises ``UsageError`` with every problem found, each with its file and line (or its ``--set``),
     its dotted key, what was expected and what came.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = pathlib.Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: a config is UTF-8 text, and byte {error.start} is not") from error
     except OSError as error:
@@ -163,7 +164,7 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [key for key, _, _ in _differences(old, new, ()) if not any(f"{key}.".startswith(f"{a}.") for a in allowed)]
 
 
-def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], run: str | Path) -> None:
+def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], run: str | pathlib.Path) -> None:
     """Raise ``UsageError`` naming each key and both values when ``new`` cannot resume the run of ``old``."""
     refused = set(changed(old, new))
     lines = [f"  {key}: {was!r} -> {now!r}" for key, was, now in _differences(old, new, ()) if key in refused]
@@ -218,9 +219,15 @@ def _read(document: Document) -> Experiment:
     return reader.finish(experiment)
 
 
-def _conflicts(x: Experiment) -> Iterator[tuple[tuple[str, ...], str]]:
+def _conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
     """What is wrong between values that are each in range."""
     yield from _model_conflicts(x)
+    if isinstance(x.task, ProblemsSpec):
+        spec = x.task
+        try:
+            make_template(spec.template, examples=spec.examples, instruction=spec.instruction, system=spec.system)
+        except UsageError as error:
+            yield named(("task",), str(error))
     rollout, algorithm, optimiser = x.rollout, x.algorithm, x.optimiser
     if not isinstance(rollout.strategy, Temperature):
         yield (
@@ -242,11 +249,15 @@ def _conflicts(x: Experiment) -> Iterator[tuple[tuple[str, ...], str]]:
     if max(x.eval.k, default=1) > x.eval.n:
         yield ("eval", "k"), f"pass@{max(x.eval.k)} is not defined for eval.n = {x.eval.n} samples; raise n or drop it"
     axes = {"data": x.mesh.data, "fsdp": x.mesh.fsdp, "tensor": x.mesh.tensor}
-    if 0 in axes.values() or list(axes.values()).count(-1) > 1:
-        yield ("mesh",), f"expected at least 1 device an axis and at most one -1 (what the others leave), got {axes}"
+    wrong = [axis for axis, size in axes.items() if size == 0] or [axis for axis, size in axes.items() if size < 0][1:]
+    if wrong:
+        yield (
+            ("mesh", wrong[0]),
+            f"expected at least 1 device an axis and at most one -1 (what the others leave), got {axes}",
+        )
 
 
-def _model_conflicts(x: Experiment) -> Iterator[tuple[tuple[str, ...], str]]:
+def _model_conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
     given = [name for name in ("path", "init", "base") if getattr(x.model, name) is not None]
     if len(given) != 1:
         got = " and ".join(given) or "none of them"
@@ -259,10 +270,9 @@ def _model_conflicts(x: Experiment) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _differences(old: Any, new: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(old: Any, new: Any, path: Path) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in dict.fromkeys((*old, *new)):
             yield from _differences(old.get(key), new.get(key), (*path, key))
     elif old != new:
         yield dotted(path), old, new
-

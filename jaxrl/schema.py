@@ -33,14 +33,20 @@ class Range:
     above: bool = False
     below: bool = False
 
-    def bounds(self) -> dict[str, float]:
+    def bounds(self) -> dict[str, Any]:
         """The same as pydantic's keyword arguments."""
         ends = {("gt" if self.above else "ge"): self.low, ("lt" if self.below else "le"): self.high}
         return {name: value for name, value in ends.items() if value is not None}
 
     def __str__(self) -> str:
-        words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-        return " and ".join(f"{words[name]} {value:g}" for name, value in self.bounds().items())
+        low, high = (None if end is None else f"{end:.10g}" for end in (self.low, self.high))
+        if low and high and not (self.above or self.below):
+            return f"from {low} to {high}"
+        words = (
+            f"{'above' if self.above else 'of at least'} {low}",
+            f"{'below' if self.below else 'of at most'} {high}",
+        )
+        return " and ".join(word for word, end in zip(words, (low, high), strict=True) if end)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Schema:
 
 
 @functools.cache
-def hints(cls: type) -> dict[str, Any]:
+def hints(cls: Any) -> dict[str, Any]:
     """Field name -> type, in order."""
     found = typing.get_type_hints(cls)
     return {f.name: found[f.name] for f in dataclasses.fields(cls) if f.init}
@@ -90,7 +96,7 @@ class Reader:
             raise UsageError("\n".join(self.problems))
         return value
 
-    def section(self, cls: type, tree: Any, path: Path) -> Any:
+    def section(self, cls: Any, tree: Any, path: Path) -> Any:
         """An instance of the dataclass ``cls``. Unknown and missing keys are problems."""
         if tree is None:
             tree = {}
@@ -113,7 +119,7 @@ class Reader:
         try:
             return cls(**values)
         except (ValueError, TypeError) as error:
-            return self.fail(path, str(error))
+            return self.fail(*named(path, str(error)))
 
     def value(self, hint: Any, tree: Any, path: Path, limits: Range | None) -> Any:
         """A value of type ``hint``: a piece, a section, a list of either, or a plain value."""
@@ -171,7 +177,15 @@ class Reader:
             choices = [c for m in _alternatives(hint) if typing.get_origin(m) is Literal for c in typing.get_args(m)]
             if choices and isinstance(got, str):
                 return self.fail(where, f"unknown value {got!r}; {nearest(got, choices)}")
-            return self.fail(where, f"expected {describe(hint, limits)}, got {got!r}")
+            wanted = describe(_item(hint) if inside and _item(hint) else hint, limits)
+            return self.fail(where, f"expected {wanted}, got {got!r}")
+
+
+def named(path: Path, message: str) -> tuple[Path, str]:
+    """The path that a message names itself (``optimiser.lr: ...``) where that lies below ``path``."""
+    key, colon, rest = message.partition(": ")
+    inside = bool(path) and colon and key.startswith(f"{dotted(path)}.")
+    return ((*path, *key.split(".")[len(path) :]), rest) if inside else (path, message)
 
 
 def describe(hint: Any, limits: Range | None = None) -> str:
@@ -218,7 +232,7 @@ def _annotated(hint: Any, limits: Range | None) -> Any:
     """``hint`` with strict scalars, the numbers among them bounded and finite."""
     item = _item(hint)
     if item is not None:
-        return tuple[_annotated(item, limits), ...]
+        return tuple.__class_getitem__((_annotated(item, limits), ...))
     if len(members(hint)) > 1:
         return typing.Union[tuple(_annotated(m, limits) for m in members(hint))]  # noqa: UP007 - built at run time
     bounds = limits.bounds() if limits else {}
