@@ -13,7 +13,6 @@ from jaxrl.report.read import Run
 from jaxrl.report.style import Picture
 
 
-
 @dataclass(frozen=True)
 class Panel:
     """One small plot: metrics over steps, each (name, label); the first is solid, the next dashed.
@@ -38,22 +37,22 @@ def single(title: str, unit: str, metric: str, **kwargs) -> Panel:
 TRAINING = (
     single("reward", "mean reward", "reward/mean"),
     single("correct rollouts", "probability", "reward/correct", limits=(0, 1)),
-    single("prompts that passed the filters", "fraction of prompts", "rollout/kept", limits=(0, 1)),
+    single("prompts kept by the filters", "fraction of prompts", "rollout/kept", limits=(0, 1)),
     single("token entropy (A18)", "nats per token", "entropy/token", limits=(0, None)),
     single("reverse KL to base, k3 (A20)", "nats per token", "kl/base_k3", limits=(0, None)),
     single("response length", "tokens", "rollout/length"),
     single("truncated responses", "fraction", "rollout/truncated", limits=(0, None)),
-    single("gradient norm", "loss per parameter unit", "optim/grad_norm", limits=(0, None)),
+    single("gradient norm", "loss per unit", "optim/grad_norm", limits=(0, None)),
     single("greedy answers correct", "fraction of prompts", "rollout/greedy_accuracy", limits=(0, 1)),
 )
 STRENGTH = (
     single("mean square Δ, sum (A6)", "nats²", "probe/strength_sum", limits=(0, None)),
     single("mean square Δ, per token (A6)", "(nats per token)²", "probe/strength_tok", limits=(0, None)),
-    single("sum, per squared update (A6n)", "nats² per unit²", "probe/strength_per_update_sum", limits=(0, None)),
+    single("per squared update (A6n)", "nats² per unit²", "probe/strength_per_update_sum", limits=(0, None)),
 )
 INTERFERENCE = tuple(
-    single(f"{title}, {'sum' if suffix == 'sum' else 'per token'}", unit, f"probe/cumulative_{name}_{suffix}", level=0)
-    for suffix, unit in (("sum", "nats since step 0"), ("tok", "nats per token since step 0"))
+    single(title, unit, f"probe/cumulative_{name}_{suffix}", level=0)
+    for suffix, unit in (("sum", "nats"), ("tok", "nats per token"))
     for name, title in (
         ("interference", "correct, pooled (A4a)"),
         ("interference_macro", "correct, by prompt (A4b)"),
@@ -61,16 +60,15 @@ INTERFERENCE = tuple(
     )
 )
 STEPWISE = tuple(
-    single(panel.title, panel.unit.replace(" since step 0", " a step"), panel.metrics[0][0].replace("cumulative_", ""),
-           level=0)
+    single(panel.title, f"{panel.unit}, one step", panel.metrics[0][0].replace("cumulative_", ""), level=0)
     for panel in INTERFERENCE
-)  # fmt: skip
+)
 SCOPES = tuple(
-    single(title, "nats a step", f"probe/{scope}/interference_sum", level=0)
+    single(title, "nats, one step", f"probe/{scope}/interference_sum", level=0)
     for scope, title in (
-        ("in_batch", "prompts in the batch"),
-        ("train", "trained on, not in the batch"),
-        ("heldout", "held out, same families"),
+        ("in_batch", "in the batch"),
+        ("train", "trained, other steps"),
+        ("heldout", "held out"),
         ("ood", "other families"),
     )
 )
@@ -87,8 +85,8 @@ CLIP = (
 )  # fmt: skip
 AGREEMENT = (
     single("median measured / predicted", "ratio", "influence/median_ratio", level=1),
-    single("correlation", "Pearson r", "influence/correlation", level=1, limits=(None, 1.02)),
-    single("same sign", "fraction of probes", "influence/sign_agreement", level=1, limits=(None, 1.02)),
+    single("correlation", "Pearson r", "influence/correlation", level=1, limits=(None, 1)),
+    single("same sign", "fraction of probes", "influence/sign_agreement", level=1, limits=(None, 1)),
     Panel("relative error", "fraction of the change",
           (("influence/relative_error", "relative error"), ("influence/noise_floor", "noise floor of the arithmetic")),
           log=True),
@@ -109,9 +107,10 @@ def recorded(panels: Sequence[Panel], runs: Sequence[Run]) -> tuple[Panel, ...]:
 
 
 def over_steps(
-    runs: Sequence[Run], panels: Sequence[Panel], *, name: str, caption: str, columns: int = 3, smooth: bool = False
-) -> Picture:
-    """Small multiples of metrics over training steps, one colour a run.
+    runs: Sequence[Run], panels: Sequence[Panel], *, name: str, caption: str, columns: int = 3, smooth: bool = False,
+    share: bool = False,
+) -> Picture:  # fmt: skip
+    """Small multiples of metrics over training steps, one colour a run; ``share``: one y axis a row.
 
     ``smooth``: series of more than 60 points are drawn faint, with a centred moving mean on top;
     otherwise 95 % bands are drawn where an interval was recorded.
@@ -119,7 +118,8 @@ def over_steps(
     columns = min(columns, len(panels))
     with style.drawing():
         rows = -(-len(panels) // columns)
-        figure, axes = style.grid(rows, columns, height=2.15, width=style.WIDTH if columns > 1 else 5.6)
+        figure, axes = style.grid(rows, columns, height=2.15, width=style.WIDTH if columns > 1 else 5.6,
+                                  sharey="row" if share else False)  # fmt: skip
         for axis, panel in zip(axes.ravel(), panels, strict=False):
             for index, run in enumerate(runs):
                 for line, (metric, _) in enumerate(panel.metrics):
@@ -127,10 +127,13 @@ def over_steps(
                         _draw(axis, run, metric, index, line, smooth=smooth)
             _dress(axis, panel)
         style.hide_rest(axes, len(panels))
-        for axis in axes[:-1].ravel():
-            below = axis.get_subplotspec().colspan.start + (axis.get_subplotspec().rowspan.start + 1) * columns
-            if below < len(panels):
+        for position, axis in enumerate(axes.ravel()[: len(panels)]):
+            if position + columns < len(panels):
                 axis.set_xlabel("")
+            if share and position % columns:
+                axis.set_ylabel("")
+            else:
+                style.plain_numbers(axis.yaxis)
         style.legend(figure, _run_entries(runs) + _line_entries(runs, panels))
         return style.picture(figure, name, caption)
 
@@ -167,7 +170,6 @@ def passk_curves(runs: Sequence[Run], sets: Sequence[tuple[str, str]]) -> Pictur
         style.hide_rest(axes, len(sets))
         for axis in axes[:, 0]:
             axis.set_ylabel("pass@k  (probability)")
-        figure.draw_without_rendering()
         style.label_ends(axes.ravel()[len(sets) - 1], ends)
         return style.picture(
             figure,
@@ -204,7 +206,7 @@ def learning_panels(runs: Sequence[Run], sets: Sequence[tuple[str, str]]) -> tup
         if ks and any(len(run.eval_steps(subset, preset)) > 1 for run in runs):
             stem = f"eval/{subset}/{preset}/pass@"
             metrics = tuple((f"{stem}{k}", f"pass@{k}") for k in sorted({ks[0], ks[-1]}))
-            panels.append(Panel(f"{subset}, {preset}", "probability", metrics, limits=(0, 1.02)))
+            panels.append(Panel(f"{subset}, {preset}", "probability", metrics, limits=(0, 1)))
     return tuple(panels)
 
 
@@ -226,18 +228,22 @@ def window(points: int) -> int:
 
 
 def _dress(axis: Axes, panel: Panel) -> None:
+    """Title, unit, level and limits. Zero limits leave room so that a line on the border can be seen."""
     axis.set_title(panel.title)
     axis.set_ylabel(panel.unit)
+    style.step_axis(axis)
     if panel.log:
         axis.set_yscale("log")
-    style.step_axis(axis)
     if panel.level is not None:
         axis.axhline(panel.level, color=style.INK, lw=0.8, zorder=1.5)
     low, high = panel.limits
-    if low == 0 and high is None:  # a series of zeros still gets an axis on which zero can be seen
-        high = axis.get_ylim()[1] if axis.dataLim.ymax > 0 else 1.0
-    pad = 0.03 * ((high or 1) - (low or 0)) if low == 0 else 0
-    axis.set_ylim(None if low is None else low - pad, high if high is None or high != 1 else 1.03)
+    if low == 0:
+        top = high if high is not None else float(axis.dataLim.ymax) if axis.dataLim.ymax > 0 else 1.0
+        axis.set_ylim(-0.03 * top, (1.03 if high is not None else 1.08) * top)
+    elif high is not None:
+        bottom = min(float(axis.dataLim.ymin), high)
+        reach = max(high - bottom, 1e-3 * abs(high))
+        axis.set_ylim(high - 1.08 * reach, high + 0.08 * reach)
 
 
 def _run_entries(runs: Sequence[Run]) -> list[tuple[str, dict]]:

@@ -42,7 +42,7 @@ from jaxrl.report import style
 from jaxrl.report.style import Picture
 
 Arrays = Mapping[str, np.ndarray]
-SCATTER = {"s": 9, "linewidths": 0, "rasterized": True}
+SCATTER = {"s": 16, "linewidths": 0.3, "edgecolors": "#444444", "rasterized": True}
 ONE = "single pairs"
 MANY = "whole batch"
 
@@ -79,19 +79,21 @@ def pair_bound(pairs: Arrays) -> Picture:
         span = np.array(panel.get_xlim())
         for level in _levels(share):
             ink = style.matplotlib.colormaps[style.SEQUENTIAL](norm(level))
-            panel.plot(span, span * level, color=ink, lw=0.9, zorder=1)
-        _diagonal(panel, "|A| = C: the bound is tight")
-        panel.set_xlabel("true kernel |K|  (nats² per squared parameter unit)")
+            panel.plot(span, span * level, color=ink, lw=0.9, zorder=0.8)
+        broken = bound > kernel
+        panel.scatter(kernel[broken], bound[broken], s=34, facecolors="none", edgecolors=style.ALARM, lw=0.9)
+        panel.set_xlabel("true kernel |K|  (nats² per unit²)")
         panel.set_ylabel("lower bound |Δ| / (ηC)  (same unit)")
         bar = figure.colorbar(ScalarMappable(norm, style.SEQUENTIAL), ax=panel, label="|A| / C of the training row")
         bar.outline.set_visible(False)
+        _diagonal(panel, "|A| = C: tight")
         silent = int(np.sum(np.asarray(pairs["advantage"]) == 0))
         return style.picture(
             figure,
             "check-pair-bound",
             f"""F-C2. The lower bound |Δ|/(ηC) of Eq. 4 against the true |K| of each pair at η = {eta:.0e}: the points lie
             on rays of slope |A|/C, so how tight the bound is says how unusual the reward was, nothing about K;
-            points above the dashed line violate it. {silent} training rows with A = 0 move nothing and are left out.""",
+            the {np.mean(broken):.1%} above the dashed line (ringed) violate it. {silent} training rows with A = 0 move nothing and are left out.""",
         )
 
 
@@ -101,17 +103,21 @@ def batch_bound(batch: Arrays, bound_c: float) -> Picture:
     norms = np.asarray(batch["probe_norm"])
     with style.drawing():
         figure, axes = style.grid(1, 2, height=3.7, sharey=True)
-        norm = LogNorm(*_positive_range(norms))
+        low, high = _positive_range(norms)
+        norm = LogNorm(low, high) if high > 30 * low else Normalize(0, high)
         for panel, kernel, name in zip(axes[0], (mean, largest), ("mean", "largest"), strict=True):
-            panel.scatter(kernel, bound, c=norms, cmap=style.SEQUENTIAL, norm=norm, **(SCATTER | {"s": 20}))
+            panel.scatter(kernel, bound, c=norms, cmap=style.SEQUENTIAL, norm=norm, **(SCATTER | {"s": 24}))
             _log_square(panel, np.concatenate([mean, largest]), bound)
-            _diagonal(panel, "bound = K")
             broken = np.mean(bound > kernel)
-            panel.set_title(f"{name} over training rows: {broken:.0%} of probes above")
-            panel.set_xlabel(f"{name} |K|  (nats² per squared parameter unit)")
+            panel.set_title(f"{name} |K| of a probe: {broken:.0%} above")
+            panel.set_xlabel(f"{name} |K| over training rows  (nats² per unit²)")
         axes[0, 0].set_ylabel("|Δ| / (ηC Σ|w|)  (same unit)")
-        bar = figure.colorbar(ScalarMappable(norm, style.SEQUENTIAL), ax=axes, label="|∇S| of the probe  (nats per unit)")
+        bar = figure.colorbar(
+            ScalarMappable(norm, style.SEQUENTIAL), ax=axes, label="|∇S| of the probe  (nats per unit)"
+        )
         bar.outline.set_visible(False)
+        for panel, name in zip(axes[0], ("mean", "largest"), strict=True):
+            _diagonal(panel, f"bound = {name} |K|")
         return style.picture(
             figure,
             "check-batch-bound",
@@ -176,28 +182,29 @@ def _remainder_panel(
     eta = eta[order]
     size = np.median(np.abs(predicted[order].reshape(len(eta), -1)), 1)
     panel.loglog(eta, size, color=style.FAINT, lw=1.2)
-    _end_label(panel, eta, size, "predicted change", style.BASE)
-    kinds = ((first, "o", 0, "first-order\nremainder", 2), (second, "s", 1, "second-order\nremainder", 3))
+    ends = [(eta[-1], size[-1], "predicted change", style.BASE)]
+    kinds = ((first, "o", 0, "after 1st order", 2), (second, "s", 1, "after 2nd order", 3))
     for values, marker, index, label, slope in kinds:
-        if values is None:
-            continue
-        low, middle, high = np.quantile(np.abs(values[order].reshape(len(eta), -1)), (0.25, 0.5, 0.75), axis=1)
-        ink = style.colour(index)
-        panel.fill_between(eta, low, high, color=ink, alpha=0.15, lw=0)
-        panel.loglog(eta, middle, color=ink, marker=marker)
-        _end_label(panel, eta, middle, label, ink)
-        guide = middle[-1] * (eta / eta[-1]) ** slope
-        seen = guide > 0.3 * np.min(middle[middle > 0], initial=np.inf)
-        panel.loglog(eta[seen], guide[seen], color=style.INK, ls=":", lw=1.0)
-        at = eta[seen][0]
-        panel.annotate(f"slope {slope}", (at, guide[seen][0]), xytext=(-3, -4), textcoords="offset points",
-                       ha="right", va="top", fontsize=8.5, color=style.INK)  # fmt: skip
-    panel.set_xlabel("step size η (SGD)")
+        if values is not None:
+            low, middle, high = np.quantile(np.abs(values[order].reshape(len(eta), -1)), (0.25, 0.5, 0.75), axis=1)
+            panel.fill_between(eta, low, high, color=style.ORDERS[index], alpha=0.12, lw=0)
+            panel.loglog(eta, middle, color=style.ORDERS[index], marker=marker)
+            ends.append((eta[-1], middle[-1], label, style.ORDERS[index]))
+            _guide(panel, eta, middle, slope)
+    panel.set_xlabel("step size η of SGD")
     panel.set_ylabel("|change of log-probability|  (nats)")
+    style.label_ends(panel, ends, size=8.5)
 
 
-def _end_label(panel: Axes, x: np.ndarray, y: np.ndarray, text: str, ink: str) -> None:
-    panel.annotate(text, (x[-1], y[-1]), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, color=ink)
+def _guide(panel: Axes, eta: np.ndarray, middle: np.ndarray, slope: int) -> None:
+    """A dotted line of the given slope, a little below the curve and as long as the curve follows it."""
+    guide = middle[-1] * (eta / eta[-1]) ** slope
+    follows = (middle > 0) & (middle < 3 * guide)
+    if follows.sum() >= 2:
+        panel.loglog(eta[follows], guide[follows] / 8, color=style.INK, ls=":", lw=1.1)
+        at = follows.sum() // 3
+        panel.annotate(f"slope {slope}", (eta[follows][at], guide[follows][at] / 8), xytext=(5, -2), va="top",
+                       ha="left", textcoords="offset points", fontsize=8.5, color=style.INK)  # fmt: skip
 
 
 def _levels(share: np.ndarray) -> list[float]:
@@ -223,11 +230,11 @@ def _log_square(panel: Axes, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _diagonal(panel: Axes, label: str) -> None:
-    low, high = max(panel.get_xlim()[0], panel.get_ylim()[0]), min(panel.get_xlim()[1], panel.get_ylim()[1])
+    """The dashed line y = x inside the limits, labelled."""
     x, y = panel.get_xlim(), panel.get_ylim()
-    panel.plot(x, x, color=style.INK, ls="--", lw=1.0, zorder=3)
-    panel.set_xlim(x)
-    panel.set_ylim(y)
-    middle = np.sqrt(low * high) if high > low else low
-    panel.annotate(label, (middle, middle), xytext=(-4, 5), textcoords="offset points", ha="right", va="bottom",
-                   fontsize=8.5, color=style.INK)  # fmt: skip
+    low, high = max(x[0], y[0]), min(x[1], y[1])
+    if high > low:
+        panel.plot([low, high], [low, high], color=style.INK, ls="--", lw=1.0, zorder=0.9)
+        panel.set_xlim(x)
+        panel.set_ylim(y)
+        style.label_line(panel, label, (low, low), (high, high), at=0.2)

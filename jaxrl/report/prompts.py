@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from jaxrl.report import style
-from jaxrl.report.style import Picture
+from jaxrl.report.style import MINUS, Picture
 
 
 def decomposition(exact: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -46,10 +45,12 @@ EMPTY = {key: np.zeros(0) for key in ("log_ratio", "narrowing", "delta_plus")} |
 
 def decomposition_means(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], splits: Sequence[str]) -> Picture:
     """Means of the three terms of A5 by split; ``runs`` are (name, ``decomposition``) in colour order."""
-    terms = (("delta_plus", 1, "Δ⁺  interference"), ("log_ratio", 1, "log p_T/p_b  coverage"),
-             ("narrowing", -1, "−KLc  narrowing"))  # fmt: skip
+    terms = (("delta_plus", 1, "Δ⁺  interference"), ("log_ratio", 1, "log $p_T/p_b$  coverage"),
+             ("narrowing", -1, f"{MINUS}KLc  narrowing"))  # fmt: skip
     with style.drawing():
-        figure, axes = style.grid(1, len(splits), height=1.1 + 0.32 * 3 * max(len(runs), 2) / 2, sharey=True, sharex=True)
+        figure, axes = style.grid(
+            1, len(splits), height=1.1 + 0.32 * 3 * max(len(runs), 2) / 2, sharey=True, sharex=True
+        )
         for panel, split in zip(axes[0], splits, strict=True):
             panel.axvline(0, color=style.INK, lw=0.8)
             for index, (_, values) in enumerate(runs):
@@ -69,7 +70,7 @@ def decomposition_means(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], sp
         return style.picture(
             figure,
             "decomposition-means",
-            """A5. Interference on correct base answers splits exactly into coverage and narrowing, Δ⁺ = log(p_T/p_b) − KLc:
+            f"""A5. Interference on correct base answers splits exactly into coverage and narrowing, Δ⁺ = log(p_T/p_b) {MINUS} KLc:
             a negative Δ⁺ with a positive middle row means that the answers got likelier while the policy settled on
             fewer of them; bars are 95 % bootstrap intervals over prompts.""",
         )
@@ -88,7 +89,7 @@ def decomposition_prompts(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], 
                                   width=style.WIDTH if columns > 1 else 5.6)  # fmt: skip
         for index, (panel, (name, values)) in enumerate(zip(axes.ravel(), runs, strict=False)):
             x, y = np.clip(values["narrowing"], None, right), np.clip(values["log_ratio"], bottom, top)
-            line = np.array([0, right])
+            line = np.array([0, 1.05 * right])
             panel.fill_between(line, 0, line, color="#f1f1f1", lw=0, zorder=0)
             panel.axhline(0, color=style.INK, lw=0.8)
             panel.plot(line, line, color=style.INK, ls="--", lw=1.0)
@@ -101,9 +102,10 @@ def decomposition_prompts(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], 
             panel.set_ylim(bottom, top)
             panel.set_xlabel("narrowing KLc  (nats)")
         style.hide_rest(axes, len(runs))
-        _diagonal_note(axes[0, 0], right, top)
+        short = min(right, top)
+        style.label_line(axes[0, 0], "Δ⁺ = 0", (0, 0), (short, short), at=0.8)
         for panel in axes[:, 0]:
-            panel.set_ylabel("coverage log(p_T / p_b)  (nats)")
+            panel.set_ylabel("coverage log $p_T/p_b$  (nats)")
         markers = zip(style.MARKERS, splits, strict=False)
         style.legend(figure, [(s, {"color": style.BASE, "marker": m, "ls": ""}) for m, s in markers])
         return style.picture(
@@ -112,11 +114,6 @@ def decomposition_prompts(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], 
             """A5. One point a prompt; below the dashed line (Δ⁺ = 0) interference is negative, and in the grey wedge it is
             negative although the probability of a correct answer rose; points beyond the axes are drawn at the edge.""",
         )
-
-
-def _diagonal_note(panel: Axes, right: float, top: float) -> None:
-    at = 0.55 * min(right, top)
-    panel.annotate("Δ⁺ = 0", (at, at), xytext=(-4, 4), textcoords="offset points", ha="right", fontsize=9)
 
 
 def agreement(runs: Sequence[tuple[int, str, np.ndarray, np.ndarray]]) -> Picture:
@@ -133,10 +130,10 @@ def agreement(runs: Sequence[tuple[int, str, np.ndarray, np.ndarray]]) -> Pictur
             panel.set_aspect("equal")
             panel.set_title(name)
             panel.set_xlabel("predicted change  (nats)")
-            style.plain_numbers(panel)
+            panel.set_ylabel("" if len(runs) > 1 and index else "measured change  (nats)")
+            style.plain_numbers(panel.xaxis)
+            style.plain_numbers(panel.yaxis)
         style.hide_rest(axes, len(runs))
-        for panel in axes[:, 0]:
-            panel.set_ylabel("measured change  (nats)")
         return style.picture(
             figure,
             "agreement-probes",

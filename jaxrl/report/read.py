@@ -93,7 +93,7 @@ class Run:
     def eval_sets(self) -> list[tuple[str, str]]:
         """The (set, preset) pairs that were evaluated, train, heldout, ood first."""
         found = {(m["set"], m["preset"]) for m in map(NAMES.match, self.metrics) if m and m["measure"] != ""}
-        return sorted(found, key=lambda pair: (_split_order(pair[0]), pair))
+        return sorted(found, key=lambda pair: (split_order(pair[0]), pair))
 
     def eval_ks(self, subset: str, preset: str) -> list[int]:
         """The k of pass@k recorded for a set, ascending."""
@@ -226,7 +226,8 @@ def _read_exact(folder: Path) -> dict[str, Any]:
     return max(usable, key=lambda value: value.get("step", -1)) if usable else {}
 
 
-def _split_order(name: str) -> int:
+def split_order(name: str) -> int:
+    """Sorts train, heldout, ood first."""
     return SPLITS.index(name) if name in SPLITS else len(SPLITS)
 
 

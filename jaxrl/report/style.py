@@ -15,14 +15,17 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 BASE = "#6b6b6b"
 INK = "#222222"
 FAINT = "#b8b8b8"
+MINUS = "\N{MINUS SIGN}"
 ALARM = "#c1121f"
+ORDERS = ("#222222", "#8a3ffc")  # first and second order: no run has these colours
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 LINES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -31,11 +34,11 @@ WIDTH = 9.0  # inches; the page is set so that text in a figure is about as larg
 DPI = 170
 
 SETTINGS = {
-    "font.size": 10.0,
+    "font.size": 9.5,
     "axes.titlesize": 10.0,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.labelsize": 10.0,
+    "axes.labelsize": 9.5,
     "axes.edgecolor": "#888888",
     "axes.labelcolor": INK,
     "axes.linewidth": 0.8,
@@ -107,52 +110,74 @@ def legend(figure: Figure, entries: Iterable[tuple[str, dict]]) -> None:
     handles = [Line2D([], [], label=label, **style) for label, style in entries]
     if handles:
         longest = max(len(label) for label, _ in entries)
-        columns = max(1, min(len(handles), int(105 / (longest + 7))))
+        one_row = sum(len(label) + 7 for label, _ in entries) <= 110 * figure.get_figwidth() / WIDTH
+        columns = len(handles) if one_row else max(1, int(105 * figure.get_figwidth() / WIDTH / (longest + 7)))
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=1.8, columnspacing=1.6)
 
 
-def label_ends(axes: Axes, items: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write (x, y, text, colour) labels right of their points, moved apart where they would overlap.
-
-    Call it after the limits of the y axis (linear) are final.
+def label_ends(axes: Axes, items: Sequence[tuple[float, float, str, str]], *, size: float = 9.5) -> None:
+    """Write (x, y, text, colour) labels right of the panel at the height of their points, moved apart where
+    they would overlap. Works on any scale; call it after the limits are final.
     """
-    low, high = axes.get_ylim()
-    gap = (high - low) * 12.5 / max(axes.get_window_extent().height * 72 / axes.figure.dpi, 1)
-    wanted = sorted(items, key=lambda item: item[1])
-    heights = _apart([item[1] for item in wanted], gap, high + gap / 4)
-    for (x, y, text, ink), height in zip(wanted, heights, strict=True):
-        axes.annotate(
-            text, (x, y), xytext=(1.03, height), textcoords=axes.get_yaxis_transform(), color=ink, va="center",
-            fontsize=9.5, annotation_clip=False,
-        )  # fmt: skip
+    axes.figure.draw_without_rendering()  # settles the layout
+    to_fraction = axes.transData + axes.transAxes.inverted()
+    items = sorted(items, key=lambda item: item[1])
+    heights = np.array([to_fraction.transform(item[:2])[1] for item in items])
+    gap = 1.3 * size / (axes.get_window_extent().height * 72 / axes.figure.dpi)
+    for (x, y, text, ink), height in zip(items, spread(heights, gap), strict=True):
+        axes.annotate(text, (x, y), xytext=(1.02, height), textcoords="axes fraction", color=ink, va="center",
+                      fontsize=size, annotation_clip=False)  # fmt: skip
 
 
-def _apart(values: Sequence[float], gap: float, top: float) -> list[float]:
-    """Sorted ``values`` moved so that neighbours are ``gap`` apart and none is above ``top``."""
-    placed: list[float] = []
-    for value in values:
-        placed.append(max(value, placed[-1] + gap) if placed else value)
-    for i in reversed(range(len(placed))):
-        ceiling = top if i == len(placed) - 1 else placed[i + 1] - gap
-        placed[i] = min(placed[i], ceiling)
-    return placed
+def spread(values: np.ndarray, gap: float) -> np.ndarray:
+    """Ascending ``values`` moved as little as possible (least squares) so that neighbours are ``gap`` apart."""
+    blocks: list[list[float]] = []  # [sum, count] of pooled neighbours: isotonic regression of value - i * gap
+    for i, value in enumerate(values):
+        blocks.append([float(value) - i * gap, 1.0])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
+            total, count = blocks.pop()
+            blocks[-1][0] += total
+            blocks[-1][1] += count
+    level = np.concatenate([np.full(int(count), total / count) for total, count in blocks] or [np.zeros(0)])
+    return level + gap * np.arange(len(level))
+
+
+def label_line(axes: Axes, text: str, start: tuple[float, float], end: tuple[float, float], at: float = 0.5) -> None:
+    """Write ``text`` just above the line from ``start`` to ``end``, turned along it, on any scale.
+
+    Call it when nothing more is added to the figure, which would change the angle.
+    """
+    axes.figure.draw_without_rendering()
+    a, b = axes.transData.transform([start, end])
+    angle = float(np.degrees(np.arctan2(*(b - a)[::-1])))
+    up = np.array([a[1] - b[1], b[0] - a[0]]) / np.hypot(*(b - a)) * 2.5 * axes.figure.dpi / 72
+    x, y = axes.transAxes.inverted().transform(a + at * (b - a) + up)
+    axes.text(x, y, text, transform=axes.transAxes, rotation=angle, rotation_mode="anchor", ha="center", va="bottom",
+              fontsize=8.5, color=INK)  # fmt: skip
 
 
 def step_axis(axes: Axes, label: str = "training step") -> None:
-    """Whole steps on x; a common power of ten instead of long numbers on y."""
+    """Whole steps on x."""
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.margins(x=0.02)
-    plain_numbers(axes)
 
 
-def plain_numbers(axes: Axes) -> None:
-    """Few ticks on a linear y axis, with a common power of ten for very small or large values."""
-    if axes.get_yscale() == "linear":
-        formatter = ScalarFormatter(useMathText=True)
-        formatter.set_powerlimits((-3, 4))
-        axes.yaxis.set_major_formatter(formatter)
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+def plain_numbers(axis: Axis) -> None:
+    """Few round ticks on a linear axis; very small or large values share a power of ten, named in the label.
+
+    Call it after limits and label are final.
+    """
+    if axis.get_scale() != "linear":
+        return
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    largest = float(np.max(np.abs(axis.get_view_interval())))
+    power = int(np.floor(np.log10(largest))) if largest > 0 else 0
+    if -3 < power < 4:
+        power = 0
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10.0**power:g}".replace("-", MINUS)))
+    if power:
+        axis.set_label_text(f"{axis.get_label_text()}  ($\\times 10^{{{power}}}$)")
 
 
 def k_axis(axes: Axes, ks: Sequence[int]) -> None:

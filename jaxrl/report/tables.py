@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl.report.curves import passk_rows
 from jaxrl.report.prompts import mean_interval
 from jaxrl.report.read import Run, flatten
+from jaxrl.report.style import MINUS
 
 SHOWN_K = 5  # columns of pass@k that fit a page; the CSV has every k
 CHECK_TITLES = {
@@ -92,7 +93,7 @@ def show(value: Any) -> str:
         if not math.isfinite(value):
             return "—" if math.isnan(value) else str(value)
         small = value != 0 and not 1e-3 <= abs(value) < 1e5
-        return (f"{value:.2e}" if small else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}").replace("-", "−")
+        return (f"{value:.2e}" if small else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}").replace("-", MINUS)
     if isinstance(value, list | tuple):
         return ", ".join(show(item) for item in value)
     return json.dumps(value) if isinstance(value, dict) else str(value)
@@ -111,14 +112,16 @@ def headline(runs: Sequence[Run], sets: Sequence[tuple[str, str]]) -> Table:
     presets = len({preset for _, preset in sets}) > 1
     shown = (0, *((1,) if presets else ()), 2, 3, *(4 + ks.index(k) for k in few), 4 + len(ks))
     columns = ("split", "sampler", "model", "step", *(f"pass@{k}" for k in ks), "mode share")
-    caption = "Pass@k (A9) and mode share (A14), with 95 % cluster bootstrap intervals over prompts; base is before training."
+    caption = (
+        "Pass@k (A9) and mode share (A14), with 95 % cluster bootstrap intervals over prompts; base is before training."
+    )
     return Table("headline", caption, columns, tuple(rows), shown)
 
 
 def influence(runs: Sequence[Run]) -> Table:
     """Cumulative influence on the probe at the last step that recorded it."""
     names = (("all", "all (A3)"), ("interference", "correct, pooled Δ⁺ (A4a)"), ("interference_macro", "correct, by prompt (A4b)"),
-             ("incorrect", "incorrect Δ⁻ (A4f)"), ("selectivity", "Δ⁺ − Δ⁻"))  # fmt: skip
+             ("incorrect", "incorrect Δ⁻ (A4f)"), ("selectivity", f"Δ⁺ {MINUS} Δ⁻"))  # fmt: skip
     rows = []
     for run in runs:
         steps = run.series("probe/cumulative_all_sum")[0] if run.has("probe/cumulative_all_sum") else []
@@ -129,7 +132,7 @@ def influence(runs: Sequence[Run]) -> Table:
     columns = ("run", "step", *(label for _, label in names), "KL(base‖now) (A19)")
     caption = (
         "Change of the probe's summed log-probability since step 0 in nats, with 95 % cluster-robust intervals: "
-        "the mean over all base samples can only fall (it is −KL), so read the columns against it."
+        f"the mean over all base samples can only fall (it is {MINUS}KL), so read the columns against it."
     )
     return Table("influence", caption, columns, tuple(rows))
 
@@ -141,11 +144,13 @@ def decomposition(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], splits: 
         for name, part in runs:
             chosen = part["split"] == split
             if chosen.any():
-                terms = [Interval(*mean_interval(part[key][chosen])) for key in ("delta_plus", "log_ratio", "narrowing")]
+                terms = [
+                    Interval(*mean_interval(part[key][chosen])) for key in ("delta_plus", "log_ratio", "narrowing")
+                ]
                 odd = (part["delta_plus"] < 0) & (part["log_ratio"] > 0)
                 rows.append((split, name, int(chosen.sum()), *terms, Interval(*mean_interval(odd[chosen] * 1.0))))
     columns = ("split", "run", "prompts", "Δ⁺ (nats)", "log p_T/p_b (nats)", "KLc (nats)", "share with Δ⁺ < 0 and p up")
-    caption = "A5. Δ⁺ = log(p_T/p_b) − KLc, means over prompts with 95 % bootstrap intervals."
+    caption = f"A5. Δ⁺ = log(p_T/p_b) {MINUS} KLc, means over prompts with 95 % bootstrap intervals."
     return Table("decomposition", caption, columns, tuple(rows))
 
 
