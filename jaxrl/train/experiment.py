@@ -60,7 +60,7 @@ class ProblemsSpec:
     max_prompt: int = 1024
     on_bad_gold: Literal["abort", "drop"] = "abort"
     too_long: Literal["error", "drop"] = "error"
-    rule: MathRule = MathRule()
+    rule: MathRule = field(default_factory=MathRule)
     limit: int | None = None
     tokenizer: str | None = None
 

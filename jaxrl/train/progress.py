@@ -16,14 +16,17 @@ class Progress:
     ``LINE_EVERY`` seconds and one at the end, so that a log shows both that work goes on and how fast.
     """
 
-    def __init__(self, total: int, desc: str, *, unit: str = "step", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, desc: str, *, unit: str = "step", stream: TextIO | None = None, quiet: bool = False
+    ) -> None:
         self.total, self.desc, self.unit = total, desc, unit
         self.stream = sys.stderr if stream is None else stream
         self.done = 0
         self._started = self._last = time.monotonic()
         self._note = ""
         self._bar = None
-        if self.stream.isatty():
+        self.quiet = quiet
+        if self.stream.isatty() and not quiet:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, desc=desc, unit=unit, file=self.stream, leave=True)
@@ -53,6 +56,8 @@ class Progress:
 
     def _line(self) -> None:
         self._last = time.monotonic()
+        if self.quiet:
+            return
         seconds = self._last - self._started
         line = f"{self.desc}: {self.done}/{self.total} {self.unit}s in {seconds:.0f} s {self._note}"
         print(line.rstrip(), file=self.stream, flush=True)

@@ -1,0 +1,97 @@
+"""Checkpoints through Orbax: the whole training state, array by array under readable names."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxrl.errors import JaxrlError
+from jaxrl.train.experiment import CheckpointSpec
+from jaxrl.types import TrainState
+
+
+class Checkpoints:
+    """``checkpoints/`` of a run. Step ``s`` holds the state before update ``s``; step 0 the base model."""
+
+    def __init__(self, folder: pathlib.Path, spec: CheckpointSpec) -> None:
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=spec.keep_last,
+            should_keep_fn=(lambda step: step % spec.keep_every == 0) if spec.keep_every else None,
+            enable_async_checkpointing=False,
+        )
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def save(self, state: TrainState) -> None:
+        """Store the state under its own step; an existing step is left as it is."""
+        step = int(state.step)
+        if step not in self.manager.all_steps():
+            self.manager.save(step, args=ocp.args.StandardSave(flatten(state)))
+            self.manager.wait_until_finished()
+
+    def steps(self) -> list[int]:
+        """Steps that can be restored, ascending."""
+        return sorted(self.manager.all_steps())
+
+    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
+        """The state at ``step`` (default: the latest), with the shardings and dtypes of ``like``.
+
+        ``like`` may hold ``jax.ShapeDtypeStruct`` leaves. Raises ``JaxrlError`` when the step is not there or
+        the stored arrays have other names or shapes.
+        """
+        steps = self.steps()
+        step = steps[-1] if step is None and steps else step
+        if step not in steps:
+            held = ", ".join(map(str, steps)) or "none"
+            raise JaxrlError(f"{self.folder}: no checkpoint of step {step}; there are: {held}")
+        wanted = flatten(like)
+        try:
+            flat = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        except (ValueError, KeyError) as error:
+            raise JaxrlError(
+                f"{self.folder}/{step}: the checkpoint does not fit this model or optimiser: {error}"
+            ) from error
+        return unflatten(like, flat)
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def flatten(state: TrainState) -> dict[str, Any]:
+    """Every array under a readable name; random keys as their data."""
+    plain = jax.tree.map(_key_data, state)
+    paths = jax.tree_util.tree_flatten_with_path(plain)[0]
+    return {name_of(path): leaf for path, leaf in paths}
+
+
+def unflatten(like: TrainState, flat: dict[str, Any]) -> TrainState:
+    """The inverse of ``flatten``, shaped like ``like``."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(like)
+    leaves = [_as_key(leaf, flat[name_of(path)]) for path, leaf in paths]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """``model.layers.q`` from a pytree path."""
+    return re.sub(r"[^A-Za-z0-9_]+", ".", jax.tree_util.keystr(path)).strip(".")
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Any:
+    if not _is_key(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return jax.random.key_data(leaf)
+
+
+def _as_key(like: Any, leaf: Any) -> Any:
+    return jax.random.wrap_key_data(leaf, impl="threefry2x32") if _is_key(like) else leaf
+

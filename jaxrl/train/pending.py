@@ -1,0 +1,71 @@
+"""Rollouts that are collected and not yet trained on, kept beside a checkpoint.
+
+Collecting is a pure function of the state and the step, so a lost file costs time and changes
+nothing; with it, a run killed between rollout and update pays for its rollouts once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.rewards.math import Verdict
+from jaxrl.train.collect import Collected
+from jaxrl.train.record import replacing
+from jaxrl.types import Graded, Rollouts, Rows
+
+FILE = "pending.npz"
+NESTED = {"rollouts": Rollouts, "base": Rollouts, "rows": Rows}
+
+
+def save(folder: pathlib.Path, step: int, collected: Collected) -> None:
+    """Write ``pending.npz`` for ``step``."""
+    verdicts = [[None if v is None else dataclasses.asdict(v) for v in row] for row in collected.verdicts]
+    note = {"step": step, "generated_tokens": collected.generated_tokens, "verdicts": verdicts}
+    arrays = {"note": np.array(json.dumps(note))} | _flatten(jax.device_get(collected.graded))
+    with replacing(folder / FILE) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def load(folder: pathlib.Path, step: int) -> Collected | None:
+    """What ``save`` kept for ``step``; None when there is nothing, or it is of another step."""
+    path = folder / FILE
+    try:
+        with np.load(path) as stored:
+            arrays = dict(stored)
+    except (FileNotFoundError, zipfile.BadZipFile):
+        return None
+    note = json.loads(str(arrays.pop("note")))
+    if note["step"] != step:
+        return None
+    verdicts = [[None if v is None else Verdict(**v) for v in row] for row in note["verdicts"]]
+    return Collected(_build(Graded, arrays), verdicts, note["generated_tokens"])
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, np.ndarray]:
+    out: dict[str, np.ndarray] = {}
+    for field in dataclasses.fields(value):
+        item, name = getattr(value, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(item):
+            out |= _flatten(item, f"{name}.")
+        elif item is not None:
+            out[name] = np.asarray(item)
+    return out
+
+
+def _build(kind: Any, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        name = f"{prefix}{field.name}"
+        if name in arrays:
+            values[field.name] = jnp.asarray(arrays[name])
+        elif any(key.startswith(f"{name}.") for key in arrays):
+            values[field.name] = _build(NESTED[field.name], arrays, f"{name}.")
+    return kind(**values)
