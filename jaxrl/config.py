@@ -60,7 +60,7 @@ RANGES: dict[str, Range] = {
     # algorithm
     "epochs": Range(1, 1000),
     "minibatches": COUNT,
-    "coef": Range(0, 10**6),
+    "regularisers": Range(0, 10**6),  # their coefficients
     "samples": COUNT,
     "ddof": SHARE,
     "GroupZScore.eps": SHARE,

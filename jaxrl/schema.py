@@ -149,7 +149,7 @@ class Reader:
         number, protocol = typing.get_args(item)
         if not isinstance(tree, dict) or "coef" not in tree:
             return self.fail(path, f"expected a section with `coef` and `type`, got {tree!r}")
-        coef = self.leaf(number, tree["coef"], (*path, "coef"), self.schema.ranges.get("coef", limits))
+        coef = self.leaf(number, tree["coef"], (*path, "coef"), limits)
         rest = {key: value for key, value in tree.items() if key != "coef"}
         piece = self.value(protocol, rest, path, None)
         return FAILED if coef is FAILED or piece is FAILED else (coef, piece)

@@ -6,6 +6,7 @@ of cells is a row; rows below one key make one table, labelled by the keys betwe
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+WIDE = 100_000  # columns: more than any table has
 Row = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -39,13 +41,17 @@ def write_json(result: Mapping[str, Any], stream: IO[str]) -> None:
 
 def write_tables(result: Mapping[str, Any], stream: IO[str]) -> None:
     """A table of the top-level cells, then one a nested key."""
-    console = Console(file=stream, highlight=False, soft_wrap=not stream.isatty())
     result = plain(result)
     top = {key: value for key, value in result.items() if _is_cell(value)}
     groups = ([("", top)] if top else []) + [(key, value) for key, value in result.items() if key not in top]
-    for title, group in groups:
-        # Off a terminal rich would fold everything into 80 columns; there, lines are as long as they must be.
-        console.print(_table(title, list(_rows(group))), width=None if stream.isatty() else 10_000, crop=False)
+    tables = [_table(title, list(_rows(group))) for title, group in groups]
+    if stream.isatty():
+        Console(file=stream, highlight=False).print(*tables, sep="\n")
+        return
+    # Off a terminal rich would fold everything into 80 columns; there, lines are as long as they must be.
+    text = io.StringIO()
+    Console(file=text, highlight=False, width=WIDE).print(*tables, sep="\n")
+    stream.writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def _table(title: str, rows: list[Row]) -> Table:
@@ -53,7 +59,9 @@ def _table(title: str, rows: list[Row]) -> Table:
         rows = [((name,), {"": cell}) for name, cell in rows[0][1].items()]
     columns = list(dict.fromkeys(name for _, row in rows for name in row))
     depth = max((len(label) for label, _ in rows), default=0)
-    table = Table(box=SIMPLE, title=title or None, title_justify="left", show_header=any(columns), pad_edge=False)
+    table = Table(
+        box=SIMPLE, title=Text(title) if title else None, title_justify="left", show_header=any(columns), pad_edge=False
+    )
     for _ in range(depth):
         table.add_column("", overflow="fold")
     for name in columns:

@@ -60,21 +60,26 @@ def parse(text: str, name: str) -> Document:
     Raises ``UsageError`` naming ``name`` and the line when the text is not YAML, when a key is
     written twice or is not text.
     """
-    loader = _Loader(text)
     document = Document(None, name)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         document.tree = None if node is None else _construct(loader, node, (), document)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise UsageError(f"{where}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise UsageError(f"{name}:{line}: not valid YAML: the character {chr(error.character)!r}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a tag that its value does not fit: !!int abc
         raise UsageError(f"{name}: not valid YAML: {error}") from error
     except RecursionError:
         raise UsageError(f"{name}: not valid YAML here: a value contains itself") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return document
 
 
@@ -84,7 +89,8 @@ def parse_value(text: str, name: str) -> Any:
 
 
 def _construct(loader: _Loader, node: yaml.Node, path: Path, document: Document) -> Any:
-    document.origins[path] = f"{document.name}:{node.start_mark.line + 1}"
+    if path:
+        document.origins[path] = f"{document.name}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.SequenceNode):
         return [_construct(loader, item, (*path, i), document) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
