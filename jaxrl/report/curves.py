@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from jaxrl.report import style
-from jaxrl.report.read import Run
+from jaxrl.report.read import Run, split_order
 from jaxrl.report.style import Picture
 
 
@@ -63,15 +63,7 @@ STEPWISE = tuple(
     single(panel.title, f"{panel.unit}, one step", panel.metrics[0][0].replace("cumulative_", ""), level=0)
     for panel in INTERFERENCE
 )
-SCOPES = tuple(
-    single(title, "nats, one step", f"probe/{scope}/interference_sum", level=0)
-    for scope, title in (
-        ("in_batch", "in the batch"),
-        ("train", "trained, other steps"),
-        ("heldout", "held out"),
-        ("ood", "other families"),
-    )
-)
+SCOPES = {"in_batch": "in the batch", "train": "trained, other steps", "heldout": "held out", "ood": "other families"}
 CLIP = (
     Panel("(a) batch, before the update", "fraction", (("clip/before_token", "tokens"),), limits=(0, None), level=0),
     Panel("(b) batch, after the update", "fraction",
@@ -104,6 +96,16 @@ KERNEL = (
 def recorded(panels: Sequence[Panel], runs: Sequence[Run]) -> tuple[Panel, ...]:
     """The panels of which at least one run has the first metric."""
     return tuple(panel for panel in panels if any(run.has(panel.metrics[0][0]) for run in runs))
+
+
+def scope_panels(runs: Sequence[Run]) -> tuple[Panel, ...]:
+    """Interference by where the probe's prompt stands (A7): the batch, then every set that was recorded."""
+    parts = [name.split("/") for run in runs for name in run.metrics]
+    names = {part[1] for part in parts if len(part) == 3 and (part[0], part[2]) == ("probe", "interference_sum")}
+    order = sorted(names, key=lambda name: (name != "in_batch", split_order(name), name))
+    return tuple(
+        single(SCOPES.get(name, name), "nats, one step", f"probe/{name}/interference_sum", level=0) for name in order
+    )
 
 
 def over_steps(

@@ -91,9 +91,10 @@ def pair_bound(pairs: Arrays) -> Picture:
         return style.picture(
             figure,
             "check-pair-bound",
-            f"""F-C2. The lower bound |Δ|/(ηC) of Eq. 4 against the true |K| of each pair at η = {eta:.0e}: the points lie
-            on rays of slope |A|/C, so how tight the bound is says how unusual the reward was, nothing about K;
-            the {np.mean(broken):.1%} above the dashed line (ringed) violate it. {silent} training rows with A = 0 move nothing and are left out.""",
+            f"""F-C2. The lower bound |Δ|/(ηC) of Eq. 4 against the true |K| of each pair at η = {_power(eta)}: to first order
+            a point lies on the ray of its |A|/C, so how tight the bound is says how unusual the reward was, nothing about
+            K; {np.mean(broken):.1%} of the points lie above the dashed line (ringed) and violate it, and {silent} training
+            rows with A = 0, which move nothing, are left out.""",
         )
 
 
@@ -121,9 +122,10 @@ def batch_bound(batch: Arrays, bound_c: float) -> Picture:
         return style.picture(
             figure,
             "check-batch-bound",
-            f"""F-C3. For a step on the whole batch (η = {eta:.0e}) the bound holds against the weighted mean and the largest
-            |K| over the training rows but lies far below both, because contributions cancel; colour shows the norm of
-            the probe's own gradient, which alone explains much of the ranking.""",
+            f"""F-C3. The same bound for one step on the whole batch (η = {_power(eta)}), against the weighted mean and the largest
+            |K| over the training rows: it holds below the dashed line, and the distance to that line is what
+            cancellation between rows hides; where colour follows height, the bound ranks the norms of the probes'
+            own gradients.""",
         )
 
 
@@ -205,6 +207,12 @@ def _guide(panel: Axes, eta: np.ndarray, middle: np.ndarray, slope: int) -> None
         at = follows.sum() // 3
         panel.annotate(f"slope {slope}", (eta[follows][at], guide[follows][at] / 8), xytext=(5, -2), va="top",
                        ha="left", textcoords="offset points", fontsize=8.5, color=style.INK)  # fmt: skip
+
+
+def _power(eta: float) -> str:
+    """``1e-05`` as ``1e-5``."""
+    mantissa, power = f"{eta:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(power)}"
 
 
 def _levels(share: np.ndarray) -> list[float]:

@@ -25,8 +25,8 @@ SPLITS = ("train", "heldout", "ood")  # drawn first and in this order; other set
 class Run:
     """One run folder.
 
-    ``config``: the configuration (nested). ``environment``: the rest of config.json (versions,
-    commit, command line, devices). ``metrics[name][step]``: what metrics.jsonl says; where a
+    ``config``: the configuration (nested), which config.json holds under ``experiment``.
+    ``environment``: its other keys (versions, commit, command line, devices). ``metrics[name][step]``: what metrics.jsonl says; where a
     resumed run wrote a step twice, the later line counts. ``probe``: the arrays of probe.npz.
     ``exact``: the newest ``eval/exact*.json`` (keys in ``figures``). ``summary``: summary.json.
     ``notes``: what is missing, in words.
@@ -133,9 +133,8 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         raise JaxrlError(f"{path} holds neither config.json nor metrics.jsonl; give the folder of a run")
     notes: list[str] = []
     whole = _read_json(path / "config.json", notes)
-    nested = whole.get("config")
-    config = nested if isinstance(nested, dict) else whole
-    environment = {key: value for key, value in whole.items() if key != "config"} if config is nested else {}
+    config = whole.get("experiment", whole)
+    environment = {} if config is whole else {key: value for key, value in whole.items() if key != "experiment"}
     return Run(
         path=path,
         name=name or path.resolve().name,

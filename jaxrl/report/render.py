@@ -104,7 +104,7 @@ def _shown_table(item: Table) -> dict[str, Any]:
         "columns": [item.columns[i] for i in item.picked()],
         "rows": item.html_rows(),
         "grouped": item.name == "headline",
-        "folded": item.name in ("settings-in-common", "environment"),
+        "folded": {"settings-in-common": "Show the settings in common"}.get(item.name, ""),
     }
 
 

@@ -46,7 +46,7 @@ def report_sections(runs: Sequence[Run], check: Path | None) -> list[Section]:
                "(a) must be 0, (b) shows whether clipping could act at all, (c) one step and (d) all steps on probe "
                "answers, which no clipping restrains.", columns=2, smooth=True),
         _agreement(runs),
-        _steps(runs, "kernel", "Kernel structure", curves.KERNEL, "A.4. The kernel of gradients among probe rows over "
+        _steps(runs, "kernel", "Kernel structure", curves.KERNEL, "A.4. Shape of the gradient kernel over "
                "training: a growing trace with steady cosines and rank means longer gradients, not more entangled ones."),
         _check(runs, check),
     ]  # fmt: skip
@@ -158,10 +158,14 @@ def _interference(runs: Sequence[Run]) -> Section:
     section.items += _figure(
         runs, "interference-steps", curves.STEPWISE, "A4, one training step. The same changes over single steps (faint) "
         "with a centred moving mean: negative means that the update pushed these answers down.", smooth=True, share=True)  # fmt: skip
-    section.items += _figure(
-        runs, "interference-scopes", curves.SCOPES, "A7. Interference on correct answers (sum) by where the probe's prompt "
-        "stands: an effect that fades from left to right is learning, one that persists on the right crosses "
-        "problem families.", columns=4, smooth=True, share=True)  # fmt: skip
+    scopes = curves.scope_panels(runs)
+    if scopes:
+        section.items += _figure(
+            runs, "interference-scopes", scopes, "A7. Interference on correct answers (sum) by where the probe's prompt "
+            "stands: what fades from left to right is learning about the batch, what persists on the right crosses "
+            "problem families.", columns=4, smooth=True, share=True)  # fmt: skip
+    else:
+        section.items.append("Not recorded: interference by scope (probe/<scope>/interference_sum, A7).")
     table = tables.influence(runs)
     section.items.append(table if table.rows else "No cumulative influence was recorded, so there is no table.")
     return section
@@ -174,8 +178,8 @@ def _decomposition(runs: Sequence[Run]) -> Section:
         if not run.exact:
             section.items.append(f"{run.name}: no eval/exact*.json with p_base, p_now and delta_plus of each prompt.")
         elif part["left_out"]:
-            section.items.append(f"{run.name}: {int(part['left_out'])} prompts have no decomposition (p = 0 or no correct "
-                                 "base answer) and are left out.")  # fmt: skip
+            section.items.append(f"{run.name}: left out {int(part['left_out'])} of {int(part['left_out']) + len(part['uid'])} "
+                                 "prompts, whose p is 0 or that have no correct base answer.")  # fmt: skip
     splits = sorted({str(s) for _, part in parts for s in part["split"]}, key=lambda s: (split_order(s), s))
     if splits:
         shown = [prompts.decomposition_means(parts, splits), prompts.decomposition_prompts(parts, splits)]

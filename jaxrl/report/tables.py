@@ -71,9 +71,9 @@ class Table:
             writer.writerow(cells)
         return out.getvalue()
 
-    def html_rows(self) -> list[list[str]]:
-        """The shown cells as text."""
-        return [[show(row[i]) for i in self.picked()] for row in self.rows]
+    def html_rows(self) -> list[list[dict[str, str]]]:
+        """The shown cells: ``text``, and ``range`` where there is an interval."""
+        return [[_cell(row[i]) for i in self.picked()] for row in self.rows]
 
     def picked(self) -> tuple[int, ...]:
         """Indices of the shown columns."""
@@ -82,9 +82,6 @@ class Table:
 
 def show(value: Any) -> str:
     """Few digits, a true minus sign, a dash for what is missing."""
-    if isinstance(value, Interval):
-        text = show(value.value)
-        return text if math.isnan(value.low) else f"{text} [{show(value.low)}, {show(value.high)}]"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "—"}[value]
     if isinstance(value, int):
@@ -202,6 +199,13 @@ def check_table(name: str, folder: Path, tables: Mapping[str, Any]) -> Table | N
 
 
 _ABSENT = object()
+
+
+def _cell(value: Any) -> dict[str, str]:
+    if isinstance(value, Interval):
+        known = not math.isnan(value.low)
+        return {"text": show(value.value), "range": f"[{show(value.low)}, {show(value.high)}]" if known else ""}
+    return {"text": show(value), "range": ""}
 
 
 def _text(value: Any) -> str:
