@@ -261,6 +261,12 @@ def test_a_wrong_value_is_named_with_what_was_expected(load, old, new, expected)
     assert expected in message(load, MINIMAL.replace(old, new))
 
 
+def test_a_custom_reward_is_looked_up_when_the_config_is_read(load):
+    assert load(MINIMAL, "reward={type: custom, call: 'math:sqrt'}").reward.call == "math:sqrt"
+    said = message(load, f"{MINIMAL}reward: {{type: custom, call: 'math:sqrd'}}\n")
+    assert "c.yaml:6: reward.call: module 'math' has no function 'sqrd'; did you mean 'sqrt'?" in said
+
+
 def test_all_problems_are_said_at_once(load):
     said = message(load, MINIMAL.replace("1e-3", "x"), "stesp=3", "rollout.n=0").split("\n")
     assert [line.split(": ")[1] for line in said] == ["stesp", "rollout.n", "optimiser.lr"]
