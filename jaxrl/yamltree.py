@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from jaxrl.errors import UsageError
 
@@ -70,7 +71,7 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise UsageError(f"{where}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.reader.ReaderError as error:
+    except ReaderError as error:
         line = text[: error.position].count("\n") + 1
         raise UsageError(f"{name}:{line}: not valid YAML: the character {chr(error.character)!r}") from error
     except (yaml.YAMLError, ValueError) as error:  # a tag that its value does not fit: !!int abc
