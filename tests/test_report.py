@@ -126,7 +126,7 @@ def _step_lines(t: int, rng: np.random.Generator, logps: np.ndarray, gain: float
                  "influence/correlation": 0.98 + 0.01 * rise, "influence/sign_agreement": 0.95,
                  "influence/relative_error": 0.1 * (1 - 0.8 * rise), "influence/noise_floor": 2e-4,
                  "kernel/trace": 250 * np.exp(2 * rise), "kernel/offdiag_mass": 0.9 - 0.05 * rise,
-                 "kernel/mean_cos": 0.02, "kernel/mean_abs_cos": 0.1 + 0.01 * rise,
+                 "kernel/mean_cos": 0.02, "kernel/cross/mean_cos": 0.04, "kernel/same/mean_cos": -0.1, "kernel/mean_abs_cos": 0.1 + 0.01 * rise,
                  "kernel/participation": 20 - 2 * rise, "kernel/erank": 33 - rise}  # fmt: skip
     return [train, probe, influence]
 
@@ -203,6 +203,11 @@ def test_null_reads_as_nan_and_text_is_no_metric(tmp_path):
     assert np.isnan(run.series("x")[1]).all()
     assert not run.has("x")
     assert "kind" not in run.metrics
+
+
+def test_a_run_that_stopped_at_a_non_finite_metric_says_so(tmp_path):
+    run = read_run(only_metrics(tmp_path / "r", '{"step": 7, "kind": "train", "not_finite": ["policy/loss"]}'))
+    assert "The run stopped at step 7: policy/loss was not finite." in run.notes
 
 
 def test_an_unknown_metric_is_answered_with_the_nearest_name(tmp_path):

@@ -2,5 +2,6 @@
 
 from jaxrl.report.read import Run, read_run
 from jaxrl.report.render import render
+from jaxrl.report.sections import check_pictures
 
-__all__ = ["Run", "read_run", "render"]
+__all__ = ["Run", "check_pictures", "read_run", "render"]

@@ -84,13 +84,15 @@ AGREEMENT = (
           log=True),
 )  # fmt: skip
 KERNEL = (
-    single("trace", "nats² per unit²", "kernel/trace", limits=(0, None)),
+    single("mean squared gradient", "nats² per unit²", "kernel/trace", limits=(0, None)),
     single("off-diagonal share", "fraction of Σ|K|", "kernel/offdiag_mass", limits=(0, 1)),
-    single("mean cosine", "cosine", "kernel/mean_cos", level=0),
-    single("mean |cosine|", "cosine", "kernel/mean_abs_cos", limits=(0, None)),
+    Panel("mean cosine", "cosine", (("kernel/mean_cos", "all pairs"), ("kernel/cross/mean_cos", "across prompts"),
+                                    ("kernel/same/mean_cos", "same prompt")), level=0),
+    Panel("mean |cosine|", "cosine", (("kernel/mean_abs_cos", "all pairs"), ("kernel/cross/mean_abs_cos", "across prompts"),
+                                      ("kernel/same/mean_abs_cos", "same prompt")), limits=(0, None)),
     single("participation ratio", "directions", "kernel/participation", limits=(0, None)),
     single("effective rank", "directions", "kernel/erank", limits=(0, None)),
-)
+)  # fmt: skip
 
 
 def recorded(panels: Sequence[Panel], runs: Sequence[Run]) -> tuple[Panel, ...]:
@@ -256,7 +258,7 @@ def _line_entries(runs: Sequence[Run], panels: Sequence[Panel]) -> list[tuple[st
     """What dashes mean, when some panel draws more than one metric."""
     entries: dict[str, str] = {}
     for panel in panels:
-        for line, (metric, label) in enumerate(panel.metrics):
-            if len(panel.metrics) > 1 and any(run.has(metric) for run in runs):
-                entries.setdefault(label, style.LINES[line])
+        drawn = [i for i, (metric, _) in enumerate(panel.metrics) if any(run.has(metric) for run in runs)]
+        for line in drawn if len(drawn) > 1 else []:
+            entries.setdefault(panel.metrics[line][1], style.LINES[line])
     return [(label, {"color": style.BASE, "ls": line}) for label, line in entries.items()]

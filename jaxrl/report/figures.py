@@ -37,6 +37,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import NullLocator
 
 from jaxrl.report import style
 from jaxrl.report.style import Picture
@@ -108,17 +109,17 @@ def batch_bound(batch: Arrays, bound_c: float) -> Picture:
         norm = LogNorm(low, high) if high > 30 * low else Normalize(0, high)
         for panel, kernel, name in zip(axes[0], (mean, largest), ("mean", "largest"), strict=True):
             panel.scatter(kernel, bound, c=norms, cmap=style.SEQUENTIAL, norm=norm, **(SCATTER | {"s": 24}))
-            _log_square(panel, np.concatenate([mean, largest]), bound)
+            _log_square(panel, np.concatenate([mean, largest]), np.append(bound, np.median(mean)))
             broken = np.mean(bound > kernel)
-            panel.set_title(f"{name} |K| of a probe: {broken:.0%} above")
+            panel.set_title(f"{name} |K|: {broken:.0%} of probes violate")
             panel.set_xlabel(f"{name} |K| over training rows  (nats² per unit²)")
         axes[0, 0].set_ylabel("|Δ| / (ηC Σ|w|)  (same unit)")
         bar = figure.colorbar(
             ScalarMappable(norm, style.SEQUENTIAL), ax=axes, label="|∇S| of the probe  (nats per unit)"
         )
         bar.outline.set_visible(False)
-        for panel, name in zip(axes[0], ("mean", "largest"), strict=True):
-            _diagonal(panel, f"bound = {name} |K|")
+        for panel in axes[0]:
+            _diagonal(panel, "bound = |K|")
         return style.picture(
             figure,
             "check-batch-bound",
@@ -193,6 +194,8 @@ def _remainder_panel(
             panel.loglog(eta, middle, color=style.ORDERS[index], marker=marker)
             ends.append((eta[-1], middle[-1], label, style.ORDERS[index]))
             _guide(panel, eta, middle, slope)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_minor_locator(NullLocator())  # up to sixteen decades
     panel.set_xlabel("step size η of SGD")
     panel.set_ylabel("|change of log-probability|  (nats)")
     style.label_ends(panel, ends, size=8.5)
@@ -204,7 +207,7 @@ def _guide(panel: Axes, eta: np.ndarray, middle: np.ndarray, slope: int) -> None
     follows = (middle > 0) & (middle < 3 * guide)
     if follows.sum() >= 2:
         panel.loglog(eta[follows], guide[follows] / 8, color=style.INK, ls=":", lw=1.1)
-        at = follows.sum() // 3
+        at = min(1, follows.sum() - 2)
         panel.annotate(f"slope {slope}", (eta[follows][at], guide[follows][at] / 8), xytext=(5, -2), va="top",
                        ha="left", textcoords="offset points", fontsize=8.5, color=style.INK)  # fmt: skip
 
@@ -245,4 +248,4 @@ def _diagonal(panel: Axes, label: str) -> None:
         panel.plot([low, high], [low, high], color=style.INK, ls="--", lw=1.0, zorder=0.9)
         panel.set_xlim(x)
         panel.set_ylim(y)
-        style.label_line(panel, label, (low, low), (high, high), at=0.2)
+        style.label_line(panel, label, (low, low), (high, high), at=0.3)

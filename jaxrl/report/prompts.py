@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl import stats
 from jaxrl.report import style
 from jaxrl.report.style import MINUS, Picture
 
@@ -58,15 +59,19 @@ def decomposition_means(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], sp
                 chosen = values["split"] == split
                 for row, (key, sign, _) in enumerate(terms):
                     if chosen.any():
-                        mean, low, high = mean_interval(sign * values[key][chosen])
-                        panel.plot([low, high], [row + offset] * 2, color=style.colour(index), lw=2.2, alpha=0.55)
-                        panel.plot(mean, row + offset, "o", color=style.colour(index), ms=5.5)
+                        found = stats.cluster_bootstrap(sign * values[key][chosen])
+                        panel.plot(
+                            [found.low, found.high], [row + offset] * 2, color=style.colour(index), lw=2.2, alpha=0.55
+                        )
+                        panel.plot(found.value, row + offset, style.marker(index), color=style.colour(index), ms=5.5)
             panel.set_title(split)
             panel.set_xlabel("nats, mean over prompts")
             panel.grid(axis="y", visible=False)
         axes[0, 0].set_yticks(range(3), [label for _, _, label in terms])
         axes[0, 0].set_ylim(2.55, -0.55)
-        style.legend(figure, [(name, {"color": style.colour(i), "marker": "o"}) for i, (name, _) in enumerate(runs)])
+        style.legend(
+            figure, [(name, {"color": style.colour(i), "marker": style.marker(i)}) for i, (name, _) in enumerate(runs)]
+        )
         return style.picture(
             figure,
             "decomposition-means",
@@ -97,10 +102,11 @@ def decomposition_prompts(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], 
                 chosen = values["split"] == split
                 panel.scatter(x[chosen], y[chosen], s=20, marker=marker, color=style.colour(index), alpha=0.55, lw=0)
             both = np.mean((values["delta_plus"] < 0) & (values["log_ratio"] > 0)) if len(x) else np.nan
-            panel.set_title(f"{name}: {both:.0%} of prompts in the grey wedge")
+            panel.set_title(f"{name}: {both:.0%} in the wedge")
             panel.set_xlim(min(0.0, float(x.min(initial=0))) - 0.02 * right, right * 1.02)
             panel.set_ylim(bottom, top)
             panel.set_xlabel("narrowing KLc  (nats)")
+            panel.tick_params(labelbottom=index + columns >= len(runs))
         style.hide_rest(axes, len(runs))
         short = min(right, top)
         style.label_line(axes[0, 0], "Δ⁺ = 0", (0, 0), (short, short), at=0.8)
@@ -140,11 +146,3 @@ def agreement(runs: Sequence[tuple[int, str, np.ndarray, np.ndarray]]) -> Pictur
             """C10. Change of each probe's summed log-probability over one training step, as predicted to first order from
             gradients along the actual parameter change, against what was measured; on the dashed line they are equal.""",
         )
-
-
-def mean_interval(values: np.ndarray, draws: int = 2000) -> tuple[float, float, float]:
-    """Mean and its 95 % percentile bootstrap interval, resampling prompts; always the same draws."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(0, len(values), (draws, len(values)))].mean(1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(values.mean()), float(low), float(high)

@@ -211,6 +211,8 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, dict[int, float]]:
                 f'{path}:{number}: expected one JSON object with an integer "step", got {text[:60]!r} '
                 f"({error}); remove or repair the line"
             ) from error
+        if line.get("not_finite"):
+            notes.append(f"The run stopped at step {step}: {', '.join(line['not_finite'])} was not finite.")
         for name, value in line.items():
             number_like = value is None or isinstance(value, int | float)
             if number_like and name not in ("step", "time"):

@@ -47,7 +47,8 @@ def report_sections(runs: Sequence[Run], check: Path | None) -> list[Section]:
                "answers, which no clipping restrains.", columns=2, smooth=True),
         _agreement(runs),
         _steps(runs, "kernel", "Kernel structure", curves.KERNEL, "A.4. Shape of the gradient kernel over "
-               "training: a growing trace with steady cosines and rank means longer gradients, not more entangled ones."),
+               "training: growing squared norms (trace / n) with steady cosines and ranks mean longer gradients, not more "
+               "entangled ones."),
         _check(runs, check),
     ]  # fmt: skip
 
@@ -197,13 +198,11 @@ def _agreement(runs: Sequence[Run]) -> Section:
     for index, run in enumerate(runs):
         logps = run.array("probe_logp_sum")
         steps = [step for step in run.array_steps("predicted") if logps is not None and step + 1 < len(logps)]
-        if steps:
-            predicted = np.concatenate([run.array(f"predicted/{step}") for step in steps])
-            points.append(
-                (index, run.name, predicted, np.concatenate([logps[step + 1] - logps[step] for step in steps]))
-            )
-        else:
+        if logps is None or not steps:
             section.items.append(f"{run.name}: no scatter, arrays.zarr lacks predicted/<step> or probe_logp_sum.")
+            continue
+        predicted = np.concatenate([run.array(f"predicted/{step}") for step in steps])
+        points.append((index, run.name, predicted, np.concatenate([logps[step + 1] - logps[step] for step in steps])))
     if points:
         section.items.insert(1, prompts.agreement(points))
     return section

@@ -104,6 +104,11 @@ def dash(index: int) -> str:
     return LINES[index // len(PALETTE) % len(LINES)]
 
 
+def marker(index: int) -> str:
+    """The marker of run ``index``: a circle for the first six runs."""
+    return MARKERS[index // len(PALETTE) % len(MARKERS)]
+
+
 def legend(figure: Figure, entries: Iterable[tuple[str, dict]]) -> None:
     """One legend above the panels instead of one in each; entries are (label, Line2D properties)."""
     entries = list(entries)
@@ -124,7 +129,9 @@ def label_ends(axes: Axes, items: Sequence[tuple[float, float, str, str]], *, si
     items = sorted(items, key=lambda item: item[1])
     heights = np.array([to_fraction.transform(item[:2])[1] for item in items])
     gap = 1.3 * size / (axes.get_window_extent().height * 72 / axes.figure.dpi)
-    for (x, y, text, ink), height in zip(items, spread(heights, gap), strict=True):
+    heights = spread(heights, gap)
+    heights -= np.max(heights - 1.04, initial=0)  # a long list ends at the panel's top
+    for (x, y, text, ink), height in zip(items, heights, strict=True):
         axes.annotate(text, (x, y), xytext=(1.02, height), textcoords="axes fraction", color=ink, va="center",
                       fontsize=size, annotation_clip=False)  # fmt: skip
 

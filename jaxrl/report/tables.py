@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl import stats
 from jaxrl.report.curves import passk_rows
-from jaxrl.report.prompts import mean_interval
 from jaxrl.report.read import Run, flatten
 from jaxrl.report.style import MINUS
 
@@ -141,11 +141,9 @@ def decomposition(runs: Sequence[tuple[str, Mapping[str, np.ndarray]]], splits: 
         for name, part in runs:
             chosen = part["split"] == split
             if chosen.any():
-                terms = [
-                    Interval(*mean_interval(part[key][chosen])) for key in ("delta_plus", "log_ratio", "narrowing")
-                ]
+                terms = [_mean(part[key][chosen]) for key in ("delta_plus", "log_ratio", "narrowing")]
                 odd = (part["delta_plus"] < 0) & (part["log_ratio"] > 0)
-                rows.append((split, name, int(chosen.sum()), *terms, Interval(*mean_interval(odd[chosen] * 1.0))))
+                rows.append((split, name, int(chosen.sum()), *terms, _mean(odd[chosen])))
     columns = ("split", "run", "prompts", "Δ⁺ (nats)", "log p_T/p_b (nats)", "KLc (nats)", "share with Δ⁺ < 0 and p up")
     caption = f"A5. Δ⁺ = log(p_T/p_b) {MINUS} KLc, means over prompts with 95 % bootstrap intervals."
     return Table("decomposition", caption, columns, tuple(rows))
@@ -199,6 +197,12 @@ def check_table(name: str, folder: Path, tables: Mapping[str, Any]) -> Table | N
 
 
 _ABSENT = object()
+
+
+def _mean(values: np.ndarray) -> Interval:
+    """Mean over prompts with its bootstrap interval."""
+    found = stats.cluster_bootstrap(values)
+    return Interval(found.value, found.low, found.high)
 
 
 def _cell(value: Any) -> dict[str, str]:
