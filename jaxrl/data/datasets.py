@@ -138,7 +138,8 @@ def _check_distinct(problems: Iterable[Problem], source: str | pathlib.Path) -> 
 
 
 def _looks_like_hub_id(source: str) -> bool:
-    return source.count("/") == 1 and not source.startswith(("/", ".", "~")) and not pathlib.Path(source).suffix
+    file = source.endswith((".json", ".csv", ".tsv", ".txt", ".gz", ".zip"))
+    return source.count("/") == 1 and not source.startswith(("/", ".", "~")) and not file
 
 
 def normalised(text: str) -> str:

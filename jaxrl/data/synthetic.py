@@ -103,8 +103,9 @@ class Msa0:
         family = digits(np.arange(PROMPTS))[0]
         mean = np.array([[f.language, f.code] for f in FAMILIES], np.float32)[family]
         some = np.where(mean > 0, mean, np.float32(0.5))
-        key = keys.at(keys.root(self.seed), "msa0", "success")
-        drawn = jax.random.beta(key, 8 * some, 8 * (1 - some), dtype=jnp.float32)
+        with jax.ensure_compile_time_eval():  # a batch may be asked for inside jit first
+            key = keys.at(keys.root(self.seed), "msa0", "success")
+            drawn = jax.random.beta(key, 8 * some, 8 * (1 - some), dtype=jnp.float32)
         return np.where(mean > 0, np.asarray(drawn, np.float64), 0.0)
 
     def true_p(self, uid: Int[np.ndarray, "*X"] | None = None) -> Float[np.ndarray, "*X"]:

@@ -131,7 +131,7 @@ def _chunk(
     count: int,
     batch: int,
 ) -> tuple[tuple[Decoder, Any], Float[Array, " count"]]:
-    def step(state: tuple[Decoder, Any], number: Array) -> tuple[tuple[Decoder, Any], Array]:
+    def step(state: tuple[Any, Any], number: Array) -> tuple[tuple[Any, Any], Array]:
         model, opt_state = state
         rows = batches(keys.at(key, number), data, batch)
         loss, grads = jax.value_and_grad(nll)(model, rows)
