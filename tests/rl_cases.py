@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -76,20 +75,18 @@ def b8(**changes):
 
 
 def tiny_model(seed=0, **changes):
-    config = ModelConfig(
-        **dict(
-            vocab_size=VOCAB,
-            hidden_size=8,
-            intermediate_size=12,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=4,
-            init_std=0.5,
-            dtype=jnp.dtype(float).name if jax.config.jax_enable_x64 else "float32",
-        )
-        | changes
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "init_std": 0.5,
+        "dtype": jnp.result_type(float).name,
+    }
+    config = ModelConfig(**(sizes | changes))
     return init_model(config, keys.root(seed))
 
 
