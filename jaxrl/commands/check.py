@@ -66,7 +66,9 @@ def finish_check(child: subprocess.Popen[bytes], out: pathlib.Path) -> dict[str,
     said = errors.read().decode(errors="replace").strip()
     errors.close()
     if code:
-        raise JaxrlError(f"the check's process ended with code {code}: {said.splitlines()[-1] if said else 'no message'}")
+        raise JaxrlError(
+            f"the check's process ended with code {code}: {said.splitlines()[-1] if said else 'no message'}"
+        )
     return json.loads((out / "check.json").read_text())["kernel_check"]
 
 

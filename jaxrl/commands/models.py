@@ -114,7 +114,14 @@ def _one_prompt(arguments: argparse.Namespace, strategy: Strategy) -> list[dict[
         ids = np.asarray(rows.tokens[0, g, int(rows.start[0, g]) : int(rows.length[0, g])]).tolist()
         text, stop = tokenizer.decode(ids), STOP_NAMES[int(rollouts.stop[0, g])]
         out.append(
-            {"uid": 0, "sample": g, "tokens": ids, "text": text, "logp": float(rollouts.logps[0, g].sum()), "stop": stop}
+            {
+                "uid": 0,
+                "sample": g,
+                "tokens": ids,
+                "text": text,
+                "logp": float(rollouts.logps[0, g].sum()),
+                "stop": stop,
+            }
         )
     return out
 

@@ -21,7 +21,7 @@ class Checkpoints:
         self.folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=spec.keep_last,
-            should_keep_fn=(lambda step: step % spec.keep_every == 0) if spec.keep_every else None,
+            keep_period=spec.keep_every,
             enable_async_checkpointing=False,
         )
         self.manager = ocp.CheckpointManager(self.folder, options=options)
@@ -93,5 +93,4 @@ def _key_data(leaf: Any) -> Any:
 
 
 def _as_key(like: Any, leaf: Any) -> Any:
-    return jax.random.wrap_key_data(leaf, impl="threefry2x32") if _is_key(like) else leaf
-
+    return jax.random.wrap_key_data(leaf) if _is_key(like) else leaf

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Key
 from jaxrl import keys
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
-from jaxrl.rewards.math import Verdict
+from jaxrl.rewards import Verdict
 from jaxrl.rl.algorithms import Algorithm
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Greedy, Strategy, Temperature

@@ -138,4 +138,3 @@ def _rollouts(p: int, g: int, width: int) -> Rollouts:
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
-

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool
 
-from jaxrl.rewards.math import Verdict
+from jaxrl.rewards import Verdict
 from jaxrl.train.tasks import Task
 from jaxrl.types import STOP_LENGTH, STOP_NONE, Rollouts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jaxrl.train.experiment import Experiment
 from jaxrl.train.observe import BatchView, Observer
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import ArrayStore, MetricLog, NotFinite, environment, write_json, write_jsonl
-from jaxrl.train.setup import Setup, set_up
+from jaxrl.train.setup import Setup, set_up, total_updates
 from jaxrl.train.tasks import Msa0Task
 from jaxrl.types import STOP_NAMES, STOP_NONE, TrainState
 
@@ -80,7 +80,9 @@ def open_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
         write_json(folder / ".writable", {})
         (folder / ".writable").unlink()
     except OSError as error:
-        raise JaxrlError(f"{folder}: the run folder cannot be written ({error.strerror}); choose another --out") from error
+        raise JaxrlError(
+            f"{folder}: the run folder cannot be written ({error.strerror}); choose another --out"
+        ) from error
     return folder
 
 
@@ -100,7 +102,8 @@ class Run:
         self.start = int(state.step)
         self.log = MetricLog(folder / "metrics.jsonl", self.start if resume else None)
         self.arrays = ArrayStore(folder / "arrays.zarr")
-        self.late: tuple[int, str, dict[str, Any]] | None = None
+        self.late: list[tuple[int, str, Any, Callable[[Any], dict[str, Any]]]] = []
+        self.updates = self.log.last("optim/updates", self.start)
         self.exact_base: Exact | None = exact(setup.base) if isinstance(setup.task, Msa0Task) else None
         p, g = experiment.rollout.prompts, experiment.rollout.n
         for name, shape, dtype in (("reward", (p, g), "f4"), ("correct", (p, g), "?"), ("kept", (p,), "?")):
@@ -112,7 +115,7 @@ class Run:
         total = self.x.steps
         if self.start == 0:
             self.evaluate(0)
-        with Progress(total - self.start, "train", quiet=self.quiet) as bar:
+        with Progress(total - self.start, self.folder.name, quiet=self.quiet) as bar:
             for step in range(self.start, total):
                 shown = self.step(step)
                 bar.advance(1, **shown)
@@ -132,15 +135,21 @@ class Run:
         metrics, updates = self.update(graded, minibatches)
         metrics |= self.observer.after_batch(self.state, view)
         self.state = dataclasses.replace(self.state, step=jnp.asarray(step + 1, jnp.int32))
-        metrics |= self.describe(step, collected) | {"optim/updates": self.updates_until(step) + updates}
+        metrics |= self.describe(collected)
+        self.updates += updates
+        metrics["optim/updates"] = self.updates
         metrics["cost/seconds"] = time.monotonic() - began
         self.record(step, collected)
+        self.flush()
         self.push(step, "train", metrics)
-        for kind, values in self.observer.after(step, self.state, graded, metrics).items():
-            self.log.write(step, kind, values)
+        norm = metrics.get("optim/update_norm", Mean.scalar(0.0))
+        for kind, values, finish in self.observer.after(step, self.state, norm):
+            self.push(step, kind, values, finish)
         self.end_of_step(step + 1)
-        reward = metrics["reward/mean"].value
-        return {"reward": f"{reward:.3f}"}
+        return {
+            "reward": f"{np.mean(collected.graded.reward):.3f}",
+            "kept": f"{np.mean(collected.graded.prefiltered):.2f}",
+        }
 
     def collect(self, step: int) -> Collected:
         """The step's rollouts: those kept from an interrupted try, or fresh ones."""
@@ -172,13 +181,7 @@ class Run:
                 totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
         return dict(totals), int(acts.sum()) * algorithm.epochs
 
-    def updates_until(self, step: int) -> int:
-        """Optimiser updates before this step (fewer than planned where mini-batches were skipped)."""
-        if step == self.start:
-            self.done = self.log.last("optim/updates", step)
-        return self.done
-
-    def describe(self, step: int, collected: Collected) -> dict[str, Any]:
+    def describe(self, collected: Collected) -> dict[str, Any]:
         """Metrics of the rollouts."""
         graded = collected.graded
         metrics: dict[str, Any] = dict(rollout_metrics(self.x.algorithm, graded))
@@ -189,13 +192,9 @@ class Run:
         mask = graded.rollouts.rows.mask()
         gap, worst = sampler_gap(graded.rollouts.logps, graded.old_logps, mask)
         metrics |= {"kl/sampler_mean": gap, "kl/sampler_max": worst}
-        metrics["optim/lr"] = learning_rate(self.x.optimiser, self.updates_until(step), total=self.planned)
+        metrics["optim/lr"] = learning_rate(self.x.optimiser, self.updates, total=total_updates(self.x))
         metrics["cost/generated_tokens"] = collected.generated_tokens
         return metrics
-
-    @property
-    def planned(self) -> int:
-        return self.x.steps * self.x.algorithm.epochs * self.x.algorithm.minibatches
 
     def record(self, step: int, collected: Collected) -> None:
         """Arrays of the step, and every few steps the rollouts as a person reads them."""
@@ -228,19 +227,15 @@ class Run:
             if verdict is not None and stop[p, g] != STOP_NONE
         ]
 
-    def push(self, step: int, kind: str, metrics: dict[str, Any]) -> None:
-        """Queue a line; the one before it is fetched and written now, when its values have long arrived."""
-        self.flush()
-        self.late = (step, kind, metrics)
+    def push(self, step: int, kind: str, values: Any, finish: Callable[[Any], dict[str, Any]] = dict) -> None:
+        """Queue a line. It is fetched and written a step later, when its values have long arrived."""
+        self.late.append((step, kind, values, finish))
 
     def flush(self) -> None:
-        """Write the queued line. A NaN in it stops the run."""
-        if self.late is None:
-            return
-        (step, kind, metrics), self.late = self.late, None
-        values = jax.device_get(metrics)
-        self.done = int(values.get("optim/updates", getattr(self, "done", 0)))
-        self.log.write(step, kind, values)
+        """Write the queued lines. A NaN in one stops the run."""
+        late, self.late = self.late, []
+        for step, kind, values, finish in late:
+            self.log.write(step, kind, finish(jax.device_get(values)))
 
     def end_of_step(self, step: int) -> None:
         """Evaluation and checkpoint of the state before step ``step``."""
@@ -259,7 +254,9 @@ class Run:
         """pass@k of every evaluation set (and of the training prompts where that is exact)."""
         spec, task = self.x.eval, self.setup.task
         if isinstance(task, Msa0Task) and self.exact_base is not None:
-            self.log.write(step, "eval", evaluate_exact(self.state.model, self.exact_base, task, spec.k, step, self.folder))
+            self.log.write(
+                step, "eval", evaluate_exact(self.state.model, self.exact_base, task, spec.k, step, self.folder)
+            )
             return
         metrics: dict[str, float] = {}
         for name in task.pools:

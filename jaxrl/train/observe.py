@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl import keys
-from jaxrl.influence import changes
 from jaxrl.influence.gradients import predicted_change
 from jaxrl.influence.kernels import gradient_kernel
-from jaxrl.influence.probe import build_probe, load_probe, save_probe
+from jaxrl.influence.lines import influence_line, probe_line
+from jaxrl.influence.probe import build_probe, load_probe, save_probe, scope_masks
 from jaxrl.influence.structure import structure
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
@@ -34,7 +34,7 @@ from jaxrl.train.collect import Collector, score_rows
 from jaxrl.train.experiment import Experiment
 from jaxrl.train.record import ArrayStore
 from jaxrl.train.setup import Setup
-from jaxrl.types import Batch, Probe, Rows, Term, TrainState
+from jaxrl.types import Batch, Kernel, Probe, Rows, Term, TrainState
 
 Finish = Callable[[Any], dict[str, Any]]
 
@@ -93,6 +93,15 @@ def scored(
     return tuple(jnp.concatenate(x)[:n] for x in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
+class KernelPair(NamedTuple):
+    """The kernels of one influence step and which rows of batch and probe they are of."""
+
+    cross: Kernel
+    probe: Kernel
+    batch_rows: np.ndarray
+    probe_rows: np.ndarray
+
+
 @jax.jit
 def _difference(after: Any, before: Any) -> Any:
     """fp32 master difference; never in the compute dtype, which would swallow small updates."""
@@ -110,14 +119,15 @@ class Observer:
         self.at_once = experiment.optimiser.microbatch
         rows = jax.tree.map(jnp.asarray, self.probe.rows)
         self.rows: Rows = rows
+        self.splits = {name: np.asarray(pool.uid) for name, pool in setup.task.pools.items()}
+        self.clip_range = experiment.algorithm.loss.clip_range
         self.base_logps = np.asarray(self._score(setup.base))
-        self.scopes = self._scopes()
         self.current: Float[Array, "M L"] | None = None
         self.kept_model: Decoder | None = None
-        self.kernel: tuple[Any, Any] | None = None
+        self.kernel: KernelPair | None = None
         m = len(self.base_logps)
         arrays.require("probe_logp_sum", (experiment.steps + 1, m), "f4")
-        arrays.put("probe_length", np.asarray(self.probe.rows.response_length(), np.int32))
+        arrays.put("probe_length", np.asarray(rows.response_length(), np.int32))
         arrays.write("probe_logp_sum", 0, self.base_logps.sum(-1))
 
     def before(self, step: int, state: TrainState, view: BatchView) -> None:
@@ -184,29 +194,60 @@ class Observer:
         save_probe(path, probe)
         return probe
 
-    def _scopes(self) -> dict[str, np.ndarray]:
-        """Where each probe's prompt stands: a set's name -> bool[M] (A7)."""
-        uid = np.asarray(self.probe.uid)
-        return {name: np.isin(uid, np.asarray(pool.uid)) for name, pool in self.setup.task.pools.items()}
-
     def _score(self, model: Decoder) -> Float[Array, "M L"]:
         return score_rows(model, self.rows, 1.0, self.at_once)
 
-    def _kernel(self, model: Decoder, view: BatchView) -> tuple[Any, np.ndarray]:
-        """The exact kernel of some of the batch's trained rows with as many probes, by the loss's own weights."""
-        count = self.x.influence.rows
-        trained = np.flatnonzero(np.asarray(jnp.any(view.batch.weight != 0, axis=-1)))
-        chosen = trained[:count] if len(trained) else np.arange(min(count, view.batch.weight.shape[0]))
-        chosen = np.resize(chosen, min(count, view.batch.weight.shape[0]))  # one shape, so one program
-        rows = jax.tree.map(lambda x: x[chosen], view.batch.rows)
-        probe = jax.tree.map(lambda x: x[: min(count, len(self.base_logps))], self.rows)
-        return gradient_kernel(model, rows, probe, method=self.x.influence.method), chosen
+    def _kernel(self, model: Decoder, view: BatchView) -> KernelPair:
+        """Exact kernels of trained rows with probes, and of those probes with themselves.
+
+        A short list of trained rows is repeated to one length, so that there is one program.
+        """
+        weighed = np.asarray(jnp.any(view.batch.weight != 0, axis=-1))
+        trained = np.flatnonzero(weighed) if weighed.any() else np.arange(len(weighed))
+        chosen = np.resize(trained, min(self.x.influence.rows, len(weighed)))
+        followed = spread(len(self.base_logps), self.x.influence.rows)
+        rows, probe = view.batch.rows[chosen], self.rows[followed]
+        method = self.x.influence.method
+        return KernelPair(
+            gradient_kernel(model, rows, probe, method=method),
+            gradient_kernel(model, probe, probe, method=method),
+            chosen,
+            followed,
+        )
 
     def _probe_line(self, step: int, in_batch: np.ndarray, values: Mapping[str, Any]) -> dict[str, Any]:
-        raise AssertionError
+        """Influence of this step and since step 0, clip violations, perplexity; rows of ``probe_logp_sum``."""
+        before, after = np.asarray(values["before"]), np.asarray(values["after"])
+        self.arrays.write("probe_logp_sum", step, before.sum(-1))
+        self.arrays.write("probe_logp_sum", step + 1, after.sum(-1))
+        return probe_line(
+            self.probe,
+            self.base_logps,
+            before,
+            after,
+            scopes=scope_masks(self.probe, self.splits, in_batch),
+            update_norm=float(values["update_norm"].value),
+            clip=self.clip_range,
+        )
 
-    def _influence_line(self, step: int, kernel: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        raise AssertionError
+    def _influence_line(self, step: int, kernel: KernelPair, values: Mapping[str, Any]) -> dict[str, Any]:
+        """First-order prediction against measurement (C10), and the structure of the probe's kernel (A.4)."""
+        before, after = np.asarray(values["before"]).sum(-1), np.asarray(values["after"]).sum(-1)
+        predicted = np.asarray(values["predicted"])
+        self.arrays.put(f"predicted/{step}", predicted)
+        about = {name: getattr(kernel.cross, name) for name in ("method", "dtype", "normalise")}
+        about |= {"batch_rows": kernel.batch_rows.tolist(), "probe_rows": kernel.probe_rows.tolist()}
+        self.arrays.put(f"kernel/{step}", kernel.cross.values, about)
+        self.arrays.put(f"probe_kernel/{step}", kernel.probe.values, about)
+        measured = after.astype(np.float64) - before.astype(np.float64)
+        shape = structure(np.asarray(kernel.probe.values), uid=np.asarray(self.probe.uid)[kernel.probe_rows])
+        line = {f"kernel/{name}": value for name, value in shape.items() if not np.isnan(value)}
+        return influence_line(measured, predicted, before) | line
+
+
+def spread(total: int, count: int) -> np.ndarray:
+    """``count`` of ``total`` indices, evenly spaced: the probe is ordered by set and prompt."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int))
 
 
 def shares(total: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.rewards.math import Verdict
+from jaxrl.rewards import Verdict
 from jaxrl.train.collect import Collected
 from jaxrl.train.record import replacing
 from jaxrl.types import Graded, Rollouts, Rows

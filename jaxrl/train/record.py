@@ -60,7 +60,6 @@ class MetricLog:
             )
         return finite
 
-
     def last(self, name: str, before: int) -> int:
         """The latest stored value of a counter at a step below ``before``; 0 when there is none."""
         if not self.path.exists():

@@ -46,7 +46,8 @@ class Setup:
         place = state_shardings(self.mesh, like, model, shardings)
         with jax.numpy_dtype_promotion("standard"):
             opt_state = jax.jit(self.tx.init, out_shardings=place)(model)
-        return TrainState(jnp.zeros((), jnp.int32), model, opt_state, self.root)
+        key = jax.random.wrap_key_data(jnp.copy(jax.random.key_data(self.root)))  # donated with the state
+        return TrainState(jnp.zeros((), jnp.int32), model, opt_state, key)
 
 
 def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decoder | None = None) -> Setup:

@@ -15,12 +15,11 @@ from jaxtyping import Array, Int, Key
 
 from jaxrl.data import arithmetic, datasets
 from jaxrl.data.prompts import PromptPool, build_pool, load_tokenizer
-from jaxrl.data.synthetic import Msa0, mode, well_formed
+from jaxrl.data.synthetic import RESPONSE_LENGTH, Msa0, mode, well_formed
 from jaxrl.data.templates import make_template
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import JaxrlError, UsageError
-from jaxrl.rewards.math import MathRule, Verdict
-from jaxrl.rewards.pool import Verifier, check_golds
+from jaxrl.rewards import MathRule, Verdict, Verifier, check_golds
 from jaxrl.train.experiment import Experiment, Msa0Spec, ProblemsSpec
 
 
@@ -150,7 +149,7 @@ def problems_task(spec: ProblemsSpec, tokenizer_source: str) -> ProblemsTask:
     """
     tokenizer = load_tokenizer(tokenizer_source)
     template = make_template(spec.template, examples=spec.examples, instruction=spec.instruction, system=spec.system)
-    rule, verifier = MathRule(), Verifier()
+    rule, verifier = spec.rule, Verifier()
     sets = {"train": load_set(spec.train)[: spec.limit]}
     for source in spec.eval:
         sets[_unused(pathlib.PurePath(source).stem, sets)] = load_set(source)
@@ -203,7 +202,7 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
 
 def _padded(responses: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "K T"], Int[np.ndarray, " K"]]:
     length = np.array([len(r) for r in responses], np.int32)
-    tokens = np.zeros((len(responses), max(int(length.max(initial=0)), 1)), np.int32)
+    tokens = np.zeros((len(responses), max(int(length.max(initial=0)), RESPONSE_LENGTH)), np.int32)
     for row, ids in zip(tokens, responses, strict=True):
         row[: len(ids)] = ids
     return tokens, length
