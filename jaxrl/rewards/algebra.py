@@ -20,7 +20,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warning that no 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 _DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
 _DIGITS = 40
-_SAME = sympy.Float("1e-15", _DIGITS)  # relative; both sides are evaluated to 40 digits
+_SAME = sympy.Float("1e-25", _DIGITS)  # relative; both sides are evaluated to 40 digits
 _SAMPLES = (sympy.Rational(7, 5), sympy.Rational(11, 13))
 
 
@@ -33,7 +33,7 @@ def compare(job: Job) -> str:
         return "wrong"
     if _verify(gold, answer):
         return "correct" if _plausible(gold[0], answer[0]) else "wrong"
-    if _equal_for_positive(gold[0], answer[0], job.positive_symbols):
+    if _equal_once_more(gold[0], answer[0], job.positive_symbols):
         return "correct"
     if job.evaluate_decimals and _close(gold[0], answer[0], job.relative_tolerance):
         return "correct"
@@ -94,19 +94,24 @@ def _evaluate(expression: sympy.Expr, sample: sympy.Rational) -> Any:
     return value
 
 
-def _equal_for_positive(gold: Any, answer: Any, letters: tuple[str, ...]) -> bool:
-    """``\\sqrt{1/n}`` is ``1/\\sqrt{n}``: letters that count things are positive."""
+def _equal_once_more(gold: Any, answer: Any, letters: tuple[str, ...]) -> bool:
+    """Two cases that math-verify leaves: ``x`` against ``x^1`` or ``2x/2`` (it compares a lone symbol by name),
+    and ``\\sqrt{1/n}`` against ``1/\\sqrt{n}`` (letters that count things are positive).
+    """
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return False
-    symbols = [s for s in gold.free_symbols | answer.free_symbols if s.name in letters]
-    if not symbols or gold.has(sympy.Abs) or answer.has(sympy.Abs):
+    lone = isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol)
+    positive = {
+        s: sympy.Symbol(s.name, positive=True) for s in gold.free_symbols | answer.free_symbols if s.name in letters
+    }
+    if gold.has(sympy.Abs) or answer.has(sympy.Abs):
+        positive = {}
+    if not lone and not positive:
         return False
-    positive = {s: sympy.Symbol(s.name, positive=True) for s in symbols}
     try:
-        difference = sympy.simplify(gold.subs(positive).doit() - answer.subs(positive).doit())
+        return sympy.simplify(gold.subs(positive).doit() - answer.subs(positive).doit()) == 0
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
         return False
-    return difference == 0
 
 
 def _close(gold: Any, answer: Any, relative_tolerance: float) -> bool:

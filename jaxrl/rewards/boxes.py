@@ -44,6 +44,16 @@ def is_blank(text: str) -> bool:
     return not _BLANK.sub("", text)
 
 
+def is_balanced(text: str) -> bool:
+    """True when every brace has its partner, escaped ones aside."""
+    depth = 0
+    for brace in _BRACE.finditer(text):
+        depth += (brace[0] == "{") - (brace[0] == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def unwrap_boxes(text: str) -> str:
     """The text with the box commands inside it taken off (their braces stay)."""
     return _COMMAND.sub(lambda m: m[1], text)

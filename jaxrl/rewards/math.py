@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxrl.rewards.boxes import after_thinking, find_box, is_blank
+from jaxrl.rewards.boxes import after_thinking, find_box, is_balanced, is_blank
 from jaxrl.rewards.compare import drop_approximation, own_comparison, rename_bound_variable
 from jaxrl.rewards.normalise import canonical, clean
 from jaxrl.rewards.number import parse_number
@@ -47,13 +47,13 @@ def verify_math(gold: str, response: str, *, rule: MathRule = _DEFAULT_RULE) -> 
 
 def judge(gold: str, response: str, rule: MathRule = _DEFAULT_RULE) -> Verdict | Question:
     """The verdict, where it needs no computer algebra; else the question to put to it."""
-    gold = read_gold(gold)
-    if is_blank(gold):
-        return Verdict("error", None, "none", "gold")
     answered = after_thinking(response)
     content, state = (None, "none") if answered is None else find_box(answered)
     if content is None:
         return Verdict("no_box", None, state, "box")
+    gold = read_gold(gold)
+    if not _readable(gold):
+        return Verdict("error", content, state, "gold")
     if len(content) > rule.max_box_chars:
         return Verdict("wrong", content, state, "length")
     gold, answer = clean(gold), clean(content)
@@ -72,10 +72,12 @@ def read_gold(gold: str) -> str:
     return content if content is not None else ("" if state == "empty" else gold)
 
 
-def check_golds(
-    golds: Sequence[str], rule: MathRule = _DEFAULT_RULE, *, verifier: Verifier | None = None
-) -> list[int]:
-    """Indices of golds that are empty, or that computer algebra cannot read or does not find equal to themselves.
+def _readable(gold: str) -> bool:
+    return not is_blank(gold) and is_balanced(gold)
+
+
+def check_golds(golds: Sequence[str], rule: MathRule = _DEFAULT_RULE, *, verifier: Verifier | None = None) -> list[int]:
+    """Indices of golds that no answer could match: empty, unbalanced, or not equal to themselves by computer algebra.
 
     Plain numbers and quantities need no worker; each other distinct gold costs about 10 ms.
     """
@@ -83,7 +85,7 @@ def check_golds(
     bad = []
     for i, gold in enumerate(golds):
         text = read_gold(gold)
-        if is_blank(text):
+        if not _readable(text):
             bad.append(i)
         elif parse_number(clean(text)) is None and parse_quantity(clean(text)) is None:
             open_golds.setdefault(clean(text), []).append(i)

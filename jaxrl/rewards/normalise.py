@@ -39,11 +39,14 @@ _REWRITES: list[tuple[re.Pattern[str], str]] = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:l?dots|cdots)(?![A-Za-z])|\.\.\.+", r"\\ldots "),
         (r"\\(?:mbox|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname)\s*(?=\{)", r"\\text"),
-        (r"\\text\s*\{\s*([A-Za-z])\s*\}(?!\s*\^\{?\\circ)", r"{\1}"),
+        (r"\s+", " "),
+        (r"\\text\s*\{ ?([ei]) ?\}", r"{\1}"),  # numbers, not units
+        (r"(?<![\d}])(?<![\d}] )\\text\s*\{ ?([A-Za-z]) ?\}", r"{\1}"),  # after a number it is a unit
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\le(?:q|qslant)?(?![A-Za-z])|<=", r"\\leq "),
         (r"\\ge(?:q|qslant)?(?![A-Za-z])|>=", r"\\geq "),
         (r"\\neq?(?![A-Za-z])|!=", r"\\neq "),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"(?<!\\)%", r"\\%"),
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.(?=[a-z])", ""),
         (r"\*\*", "^"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import context, popen_spawn_posix, spawn
 from typing import Any
 
@@ -41,6 +42,7 @@ class Verifier:
         self.timeout, self.workers, self.max_error_rate = timeout, workers, max_error_rate
         self.memory_bytes = int(memory_gb * 2**30)
         self.restarts = 0
+        self._lock = threading.RLock()
         self._pool: pebble.ProcessPool | None = None
         self._peak = 0
         self._seen = self._errors = 0
@@ -70,11 +72,12 @@ class Verifier:
     def ask(self, questions: Sequence[Question], rule: MathRule = _DEFAULT_RULE) -> list[Verdict]:
         """One verdict a question, by computer algebra, in the order given."""
         jobs = list(dict.fromkeys(self._job(q, rule) for q in questions))
-        reports = dict(zip(jobs, self._run(jobs), strict=True))
-        for job in jobs:
-            if reports[job].status == "timeout":  # perhaps only the machine was busy: once more, alone
-                reports[job] = self._run([job])[0]
-        self._recycle()
+        with self._lock:
+            reports = dict(zip(jobs, self._run(jobs), strict=True))
+            for job in jobs:
+                if reports[job].status == "timeout":  # perhaps only the machine was busy: once more, alone
+                    reports[job] = self._run([job])[0]
+            self._recycle()
         return [_verdict(q, reports[self._job(q, rule)]) for q in questions]
 
     def _job(self, question: Question, rule: MathRule) -> worker.Job:
@@ -87,12 +90,12 @@ class Verifier:
             rule.positive_symbols,
         )
 
-    def _run(self, jobs: Sequence[worker.Job], function: Callable[..., Any] = worker.run) -> list[worker.Report]:
+    def _run(self, jobs: Sequence[worker.Job]) -> list[worker.Report]:
         """Reports in order. A pool that broke down (not a row, the pool) is rebuilt once for the rest."""
         reports: dict[int, worker.Report] = {}
         for _ in range(2):
             rest = [i for i in range(len(jobs)) if i not in reports]
-            reports |= self._attempt(rest, jobs, function)
+            reports |= self._attempt(rest, jobs)
             if len(reports) == len(jobs):
                 return [reports[i] for i in range(len(jobs))]
             self.close()
@@ -102,15 +105,13 @@ class Verifier:
             "of address space each; their error is printed above). Raise memory_gb, or check that math-verify imports."
         )
 
-    def _attempt(
-        self, rest: Sequence[int], jobs: Sequence[worker.Job], function: Callable[..., Any]
-    ) -> dict[int, worker.Report]:
+    def _attempt(self, rest: Sequence[int], jobs: Sequence[worker.Job]) -> dict[int, worker.Report]:
         """What one pool could report; rows it lost by breaking down are left out."""
         if not rest:
             return {}
         try:
             pool = self._start()
-            futures = {i: pool.schedule(function, args=(jobs[i],), timeout=self.timeout) for i in rest}
+            futures = {i: pool.schedule(worker.run, args=(jobs[i],), timeout=self.timeout) for i in rest}
         except RuntimeError:  # the pool broke before it took the jobs
             return {}
         # every job has its own clock; the deadline only guards against a pool that stopped answering
@@ -121,9 +122,9 @@ class Verifier:
     def _collect(self, future: Any, deadline: float) -> worker.Report | None:
         try:
             report = future.result(timeout=max(0.0, deadline - time.monotonic()))
-        except concurrent.futures.process.BrokenProcessPool:
+        except BrokenProcessPool:
             return None
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+        except (TimeoutError, CancelledError):
             future.cancel()
             return worker.Report("timeout", self.timeout, 0)
         except Exception:  # the worker died, or what it sent cannot be read: this row's trouble alone

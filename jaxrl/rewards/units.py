@@ -60,14 +60,13 @@ _MEASURES = {
     "pascal": "Pa",
     "mole": "mol",
     "ev": "eV electronvolt",
-    "mph": "",
-    "kph": "kmh",
     "percent": "percentage pct",
     "sqft": "",
 }
 _NAMES = {name: name for name in _MEASURES} | {
     spelling: name for name, spellings in _MEASURES.items() for spelling in spellings.split()
 }
+_COMPOUND = {"mph": ("mi", "hour"), "kph": ("km", "hour"), "kmh": ("km", "hour")}
 _SCALE = {
     "dozen": 12,
     "hundred": 100,
@@ -154,6 +153,9 @@ def _unit(words: list[str]) -> tuple[Unit | None, Fraction]:
             measures[last] += (1 if measures[last] > 0 else -1) * (exponent - 1)
         elif word in _POWERS:
             power = _POWERS[word]
+        elif word.lower() in _COMPOUND:
+            above, below = _COMPOUND[word.lower()]
+            measures |= {above: 1, below: -1}
         elif word.rstrip("s") in _SCALE:
             scale *= _SCALE[word.rstrip("s")]
         elif name:
@@ -182,4 +184,10 @@ def _reads_as_unit(head: str, tail: str, unit: Unit) -> bool:
     first = words[0].strip(".,") if words else ""
     if len(first) == 1:
         return spaced and bool(unit.measures)
-    return bool(_name(first)) or first in _SCALE or (spaced and all(len(w) >= 3 for w in words if w not in _IDLE))
+    return (
+        bool(_name(first))
+        or first in _SCALE
+        or first.lower() in _COMPOUND
+        or first in _POWERS
+        or (spaced and all(len(w) >= 3 for w in words if w not in _IDLE))
+    )

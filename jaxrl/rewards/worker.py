@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -78,4 +79,5 @@ def _raise_alarm(signum: int, frame: Any) -> None:
 
 
 def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
