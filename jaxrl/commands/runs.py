@@ -46,7 +46,7 @@ def open_run(folder: pathlib.Path, step: int | None = None) -> OpenedRun:
     if not is_run(folder):
         raise UsageError(f"{folder}: not a run folder; expected the config.json that `jaxrl train` writes")
     experiment = read_experiment(folder)
-    setup = set_up(experiment, folder)
+    setup = set_up(experiment, folder, gate=False)  # it was trained, so the gates held
     checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
     try:
         state = checkpoints.restore(setup.first_state(), step)

@@ -20,6 +20,7 @@ from jaxrl.evaluation.exact import Exact, decompose, exact, exact_metrics
 from jaxrl.models.decoder import Decoder
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Strategy, Temperature, TopP
+from jaxrl.stats import Interval
 from jaxrl.train import grading
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import write_json, write_jsonl
@@ -118,7 +119,7 @@ def curve(samples: Samples, ks: Sequence[int]) -> dict[str, dict[str, float]]:
     """pass@k with intervals for every k up to n, as ``{"pass@1": {"value", "low", "high", "se"}, ...}``."""
     usable = [k for k in ks if k <= samples.n]
     points = passk.curve(samples.correct, samples.n, usable)
-    return {f"pass@{k}": _interval(points[k]) for k in usable}
+    return {f"pass@{k}": _interval(points.at(k)) for k in usable}
 
 
 def exact_summary(model: Decoder, base: Exact, task: Msa0Task, ks: Sequence[int], step: int) -> dict[str, Any]:
@@ -142,9 +143,9 @@ def exact_summary(model: Decoder, base: Exact, task: Msa0Task, ks: Sequence[int]
     }
 
 
-def _interval(interval: Any) -> dict[str, float]:
-    out = {name: float(getattr(interval, name)) for name in ("value", "low", "high")}
-    return out | ({"se": float(interval.se)} if getattr(interval, "se", None) is not None else {})
+def _interval(interval: Interval) -> dict[str, float]:
+    found = {name: float(getattr(interval, name)) for name in ("value", "low", "high", "se")}
+    return {name: value for name, value in found.items() if np.isfinite(value)}
 
 
 def as_metrics(table: dict[str, dict[str, float]], stem: str, n: int | None = None) -> dict[str, float]:

@@ -50,7 +50,9 @@ class Setup:
         return TrainState(jnp.zeros((), jnp.int32), model, opt_state, key)
 
 
-def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decoder | None = None) -> Setup:
+def set_up(
+    experiment: Experiment, out: pathlib.Path | None = None, base: Decoder | None = None, *, gate: bool = True
+) -> Setup:
     """Build everything that a run needs.
 
     A base that is trained or initialised here is kept in ``out/base`` as a Hugging Face folder and read back
@@ -64,7 +66,7 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
     if base is None and stored is not None and (stored / "config.json").exists():
         base = load_model(stored)
     base = base or make_base(experiment, task, root)
-    if isinstance(task, Msa0Task):
+    if gate and isinstance(task, Msa0Task):
         require_gates(gates(base, task.task, key=root))
     if stored is not None and experiment.model.path is None and not (stored / "config.json").exists():
         save_model(base, stored)
