@@ -27,7 +27,7 @@ def at(key: Key[Array, ""], *parts: str | int | Array) -> Key[Array, ""]:
     return key
 
 
-def per_row(key: Key[Array, ""], uid: Int[Array, " P"], n: int) -> Key[Array, "P n"]:
-    """One key a (prompt, sample index): ``at(key, uid[p], g)``."""
+def per_row(key: Key[Array, ""], uid: Int[Array, " P"], n: int, first: int | Array = 0) -> Key[Array, "P n"]:
+    """One key a (prompt, sample index): ``at(key, uid[p], g)`` for ``first <= g < first + n``."""
     grid = jax.vmap(jax.vmap(at, (None, None, 0)), (None, 0, None))
-    return grid(key, jnp.asarray(uid), jnp.arange(n))
+    return grid(key, jnp.asarray(uid), jnp.arange(n, dtype=jnp.int32) + first)

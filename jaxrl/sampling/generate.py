@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
 from jaxrl.models.decoder import Cache, Decoder, extend, init_cache, logits
 from jaxrl.sampling.strategies import Strategy
-from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts, Rows, wide
+from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts, Rows
+
+UID_LIMIT = 2**31  # uids are i32 on the device
 
 
 def generate(
@@ -40,25 +43,52 @@ def generate(
     """Sample ``n`` responses to each prompt.
 
     ``prompts`` are token id lists or right-padded ``Prompts``; ``uids`` (default: the ``Prompts``'
-    own, or positions) name the prompts in the random keys; ``first`` is the index of the first
-    sample, so that samples ``n`` and up can be added later. A response ends with the first id of
-    ``stop_ids``, which it includes, or after ``max_new_tokens``.
+    own, or positions) name the prompts in the random keys: two prompts with one uid share their
+    random numbers. ``first`` is the index of the first sample, so that samples ``n`` and up can be
+    added later. A response ends with the first id of ``stop_ids``, which it includes, or after
+    ``max_new_tokens``. One program is compiled for each shape of prompts, ``n``,
+    ``max_new_tokens``, number of stop ids and strategy.
 
     Returns ``Rollouts`` with rows ``[P n]`` of width ``S + max_new_tokens`` (S: the padded prompt
-    width), log-probabilities of the sampled distribution, and stop reasons.
+    width), log-probabilities of the sampled distribution, and stop reasons. Token ids off a row are 0.
 
-    Raises ``ValueError`` for an empty prompt, ``n`` or ``max_new_tokens`` below 1, no stop ids, and
-    a prompt that leaves no room in ``config.max_positions``.
+    Raises ``ValueError`` for an empty prompt, ``n`` or ``max_new_tokens`` below 1, no stop ids, ids
+    outside the vocabulary, and a prompt that leaves no room in ``config.max_positions``.
     """
     prompts = as_prompts(prompts, uids)
     _check(model, prompts, n, max_new_tokens, stop_ids)
-    row_keys = keys.per_row(keys.at(key, "rollout", step), prompts.uid, first + n)[:, first:]
-    stops = jnp.asarray(sorted(set(stop_ids)), jnp.int32)
-    return _generate(model, prompts, row_keys, stops, strategy=strategy, max_new=max_new_tokens)
+    stops = np.asarray(sorted(set(stop_ids)), np.int32)
+    sample = (key, np.int32(step), np.int32(first))
+    return _generate(model, _on_device(prompts), sample, stops, strategy=strategy, n=n, max_new=max_new_tokens)
+
+
+def compile_generate(
+    model: Decoder,
+    *,
+    prompts: int,
+    width: int,
+    n: int,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    strategy: Strategy,
+) -> Any:
+    """The program that ``generate`` runs for ``prompts`` prompts of padded ``width``, compiled ahead of time.
+
+    ``model`` may hold ``jax.ShapeDtypeStruct`` leaves. Returns jax's compiled object (its memory analysis).
+    """
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    column = jax.ShapeDtypeStruct((prompts,), jnp.int32)
+    shapes = Prompts(jax.ShapeDtypeStruct((prompts, width), jnp.int32), column, column)
+    stops = jax.ShapeDtypeStruct((len(set(stop_ids)),), jnp.int32)
+    sample = (jax.eval_shape(lambda: keys.root(0)), scalar, scalar)
+    return _generate.lower(model, shapes, sample, stops, strategy=strategy, n=n, max_new=max_new_tokens).compile()
 
 
 def as_prompts(prompts: Prompts | Sequence[Sequence[int]], uids: Sequence[int] | None = None) -> Prompts:
-    """Token lists as right-padded ``Prompts``; ``Prompts`` pass through (with other uids if given)."""
+    """Token lists as right-padded ``Prompts``; ``Prompts`` pass through (with other uids if given).
+
+    Raises ``ValueError`` when the number of uids is not that of the prompts, or one is outside i32.
+    """
     if not isinstance(prompts, Prompts):
         width = max((len(p) for p in prompts), default=0)
         tokens = np.zeros((len(prompts), width), np.int32)
@@ -66,23 +96,40 @@ def as_prompts(prompts: Prompts | Sequence[Sequence[int]], uids: Sequence[int] |
             tokens[i, : len(p)] = p
         length = np.asarray([len(p) for p in prompts], np.int32)
         prompts = Prompts(tokens, length, np.arange(len(prompts), dtype=np.int32))
-    if uids is not None:
-        if len(uids) != len(prompts.length):
-            raise ValueError(f"uids: {len(uids)} given for {len(prompts.length)} prompts")
-        prompts = Prompts(prompts.tokens, prompts.length, np.asarray(uids, np.int32))
-    return jax.tree.map(jnp.asarray, prompts)
+    if uids is None:
+        return prompts
+    if len(uids) != len(prompts.length):
+        raise ValueError(f"uids: {len(uids)} given for {len(prompts.length)} prompts")
+    wide_uids = np.asarray(uids, np.int64)
+    if wide_uids.size and not (wide_uids.min() >= 0 and wide_uids.max() < UID_LIMIT):
+        raise ValueError(f"uids: expected integers from 0 to {UID_LIMIT - 1}, got {wide_uids.min()}..{wide_uids.max()}")
+    return Prompts(prompts.tokens, prompts.length, wide_uids.astype(np.int32))
+
+
+def _on_device(prompts: Prompts) -> Prompts:
+    """The prompts in i32, where they are if they are placed already."""
+    return jax.tree.map(lambda x: x if getattr(x, "dtype", None) == np.int32 else jnp.asarray(x, jnp.int32), prompts)
 
 
 def _check(model: Decoder, prompts: Prompts, n: int, max_new: int, stop_ids: Sequence[int]) -> None:
-    length = np.asarray(prompts.length)
+    length, tokens = np.asarray(prompts.length), np.asarray(prompts.tokens)
     if length.size == 0 or length.min() < 1:
         which = np.flatnonzero(length < 1).tolist() if length.size else "all"
         raise ValueError(f"prompts: expected at least one token each; empty at {which}")
+    if length.max() > tokens.shape[1]:
+        raise ValueError(f"prompts: length {length.max()} is beyond the width of {tokens.shape[1]} tokens")
     if n < 1 or max_new < 1:
         raise ValueError(f"generate: expected n >= 1 and max_new_tokens >= 1, got {n} and {max_new}")
     if not len(stop_ids):
         raise ValueError("stop_ids: expected at least one id; take it from the generation config or the tokenizer")
-    room = model.config.max_positions
+    vocab, room = model.config.vocab_size, model.config.max_positions
+    used = tokens[np.arange(tokens.shape[1])[None, :] < length[:, None]]
+    for name, ids in (("prompts", used), ("stop_ids", np.asarray(stop_ids))):
+        if ids.min() < 0 or ids.max() >= vocab:
+            wrong = ids[(ids < 0) | (ids >= vocab)][0]
+            raise ValueError(
+                f"{name}: id {wrong} is outside the vocabulary of {vocab}; is this the model's own tokenizer?"
+            )
     if length.max() + max_new > room:
         raise ValueError(
             f"prompts: prompt {int(length.argmax())} has {length.max()} tokens and max_new_tokens is {max_new}, "
@@ -90,114 +137,115 @@ def _check(model: Decoder, prompts: Prompts, n: int, max_new: int, stop_ids: Seq
         )
 
 
-@partial(jax.jit, static_argnames=("strategy", "max_new"))
+@partial(jax.jit, static_argnames=("strategy", "n", "max_new"))
 def _generate(
     model: Decoder,
     prompts: Prompts,
-    row_keys: Key[Array, "P n"],
+    sample: tuple[Key[Array, ""], Int[Array, ""], Int[Array, ""]],
     stops: Int[Array, " K"],
     *,
     strategy: Strategy,
+    n: int,
     max_new: int,
 ) -> Rollouts:
-    p, n = row_keys.shape
-    width = prompts.tokens.shape[1]
-    first_logits, cache, valid = _prefill(model, prompts, width + max_new)
-    repeat = lambda x, axis: jnp.repeat(x, n, axis=axis)
-    cache = jax.tree.map(lambda x: repeat(x, 1), cache)
-    response, logps, stop, counted = _decode(
-        model,
-        repeat(first_logits, 0),
-        cache,
-        repeat(valid, 0),
-        repeat(prompts.length, 0),
-        row_keys.reshape(-1),
-        stops,
-        strategy=strategy,
-        max_new=max_new,
-        width=width,
-    )
-    rows, logps = _assemble(repeat(prompts.tokens, 0), repeat(prompts.length, 0), response, logps, counted)
-    shape = lambda x: x.reshape(p, n, *x.shape[1:])
-    return Rollouts(jax.tree.map(shape, rows), shape(logps), shape(stop))
+    """``sample`` holds the root key, the step and the index of the first sample."""
+    key, step, first = sample
+    row_keys = keys.per_row(keys.at(key, "rollout", step), prompts.uid, n, first)
+    first_logits, cache = _prefill(model, prompts, max_new - 1)
+    rows = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), (prompts.tokens, prompts.length, first_logits))
+    tokens, start, first_logits = rows
+    cache = jax.tree.map(lambda x: jnp.repeat(x, n, axis=1), cache)
+    prompt = _Prompt(cache, first_logits, start, prompts.tokens.shape[1])
+    out = _decode(model, prompt, row_keys.reshape(-1), stops, strategy, max_new)
+    stop = jnp.where(out.done, STOP_EOS, STOP_LENGTH).astype(jnp.int32)
+    rollouts = Rollouts(*_assemble(tokens, start, out), stop)
+    return jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]), rollouts)
 
 
-def _prefill(model: Decoder, prompts: Prompts, slots: int) -> tuple[Float[Array, "P V"], Cache, Array]:
-    """Left-align the prompts and run them once; logits of the last position only."""
+class _Prompt(NamedTuple):
+    """What decoding starts from. Prompts end at slot ``width - 1``."""
+
+    cache: Cache
+    logits: Float[Array, "N V"]
+    length: Int[Array, " N"]
+    width: int
+
+
+class _Decoded(NamedTuple):
+    """State of the loop: ``logits`` are of the token to draw at index ``t``."""
+
+    t: Int[Array, ""]
+    logits: Float[Array, "N V"]
+    cache: Cache
+    tokens: Int[Array, "N T"]
+    logps: Float[Array, "N T"]
+    length: Int[Array, " N"]
+    done: Bool[Array, " N"]
+
+
+def _prefill(model: Decoder, prompts: Prompts, room: int) -> tuple[Float[Array, "P V"], Cache]:
+    """Run the prompts once, padded on the left; logits of the last position, and a cache with ``room`` more slots."""
     p, width = prompts.tokens.shape
-    pad = width - prompts.length
-    index = jnp.arange(width, dtype=jnp.int32)[None, :] - pad[:, None]
-    tokens = jnp.take_along_axis(prompts.tokens, jnp.maximum(index, 0), axis=1)
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    valid = slot[None, :] >= pad[:, None]
-    cache = init_cache(model, p, slots)
-    states, cache = extend(model, tokens, jnp.maximum(index, 0), cache, jnp.int32(0), valid)
-    return logits(model, states[:, -1]), cache, valid
+    index = jnp.arange(width, dtype=jnp.int32)[None, :] - (width - prompts.length)[:, None]
+    position = jnp.maximum(index, 0)
+    tokens = jnp.take_along_axis(prompts.tokens, position, axis=1)
+    states, cache = extend(model, tokens, position, init_cache(model, p, width), jnp.int32(0), index >= 0)
+    more = [(0, 0), (0, 0), (0, room), (0, 0), (0, 0)]
+    return logits(model, states[:, -1]), jax.tree.map(lambda x: jnp.pad(x, more), cache)
 
 
 def _decode(
     model: Decoder,
-    first_logits: Float[Array, "N V"],
-    cache: Cache,
-    valid: Array,
-    length: Int[Array, " N"],
+    prompt: _Prompt,
     row_keys: Key[Array, " N"],
     stops: Int[Array, " K"],
-    *,
     strategy: Strategy,
     max_new: int,
-    width: int,
-) -> tuple[Int[Array, "N T"], Float[Array, "N T"], Int[Array, " N"], Int[Array, " N"]]:
-    """Response tokens, their log-probabilities, stop reasons and response lengths.
+) -> _Decoded:
+    """Sample until every row has stopped or holds ``max_new`` tokens."""
+    rows = prompt.length.shape[0]
+    slot = jnp.arange(prompt.width + max_new - 1, dtype=jnp.int32)
+    valid = slot[None, :] >= (prompt.width - prompt.length)[:, None]
 
-    Sample until every row has stopped. The loop carries the logits of the token to draw next."""
-    rows = first_logits.shape[0]
-    dtype = wide(first_logits.dtype)
+    def draw(s: _Decoded) -> _Decoded:
+        step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, s.t)
+        token, logp = strategy(s.logits, step_keys)
+        token, logp = (jnp.where(s.done, jnp.zeros((), x.dtype), x) for x in (token, logp))
+        at = (jnp.int32(0), s.t)
+        return s._replace(
+            tokens=jax.lax.dynamic_update_slice(s.tokens, token[:, None], at),
+            logps=jax.lax.dynamic_update_slice(s.logps, logp[:, None], at),
+            length=jnp.where(s.done, s.length, s.t + 1),
+            done=s.done | jnp.any(token[:, None] == stops[None, :], axis=1),
+        )
 
-    def draw(t: Array, scores: Array, tokens: Array, logps: Array, done: Array) -> tuple[Array, ...]:
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, t)
-        token, logp = strategy(scores, step_keys)
-        token = jnp.where(done, 0, token)
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.int32(0), t))
-        logps = jax.lax.dynamic_update_slice(logps, jnp.where(done, 0, logp)[:, None], (jnp.int32(0), t))
-        return token, tokens, logps, done | jnp.any(token[:, None] == stops[None, :], axis=1)
+    def body(s: _Decoded) -> _Decoded:
+        s = draw(s)
+        token = jax.lax.dynamic_slice_in_dim(s.tokens, s.t, 1, axis=1)
+        position = (prompt.length + s.t)[:, None]
+        states, cache = extend(model, token, position, s.cache, prompt.width + s.t, valid)
+        return s._replace(t=s.t + 1, logits=logits(model, states[:, 0]), cache=cache)
 
-    def body(carry: Any) -> Any:
-        t, scores, cache, tokens, logps, done, counted = carry
-        token, tokens, logps, now_done = draw(t, scores, tokens, logps, done)
-        counted = jnp.where(done, counted, t + 1)
-        states, cache = extend(model, token[:, None], (length + t)[:, None], cache, width + t, valid)
-        return t + 1, logits(model, states[:, 0]), cache, tokens, logps, now_done, counted
-
-    start = (
-        jnp.int32(0),
-        first_logits,
-        cache,
-        jnp.zeros((rows, max_new), jnp.int32),
-        jnp.zeros((rows, max_new), dtype),
-        jnp.zeros(rows, bool),
-        jnp.zeros(rows, jnp.int32),
+    start = _Decoded(
+        t=jnp.int32(0),
+        logits=prompt.logits,
+        cache=prompt.cache,
+        tokens=jnp.zeros((rows, max_new), jnp.int32),
+        logps=jnp.zeros((rows, max_new), prompt.logits.dtype),
+        length=jnp.zeros(rows, jnp.int32),
+        done=jnp.zeros(rows, bool),
     )
     # the last draw needs no forward pass after it, so the loop stops one short
-    carry = jax.lax.while_loop(lambda c: (c[0] < max_new - 1) & ~jnp.all(c[5]), body, start)
-    t, scores, _, tokens, logps, done, counted = carry
-    _, tokens, logps, now_done = draw(t, scores, tokens, logps, done)
-    counted = jnp.where(done, counted, t + 1)
-    stop = jnp.where(now_done, STOP_EOS, STOP_LENGTH).astype(jnp.int32)
-    return tokens, logps, stop, counted
+    return draw(jax.lax.while_loop(lambda s: (s.t < max_new - 1) & ~jnp.all(s.done), body, start))
 
 
-def _assemble(
-    prompt: Int[Array, "N S"], start: Array, response: Int[Array, "N T"], logps: Float[Array, "N T"], counted: Array
-) -> tuple[Rows, Float[Array, "N L"]]:
+def _assemble(prompt: Int[Array, "N S"], start: Int[Array, " N"], out: _Decoded) -> tuple[Rows, Float[Array, "N L"]]:
     """Move each response to where its prompt ends."""
-    width = prompt.shape[1] + response.shape[1]
-    t = jnp.arange(width, dtype=jnp.int32)[None, :]
-    rows = Rows(jnp.pad(prompt, [(0, 0), (0, response.shape[1])]), start, start + counted)
-    index = jnp.clip(t - start[:, None], 0, response.shape[1] - 1)
+    new = out.tokens.shape[1]
+    t = jnp.arange(prompt.shape[1] + new, dtype=jnp.int32)[None, :]
+    rows = Rows(jnp.pad(prompt, [(0, 0), (0, new)]), start, start + out.length)
     mask = rows.mask()
-    tokens = jnp.where(
-        mask, jnp.take_along_axis(response, index, axis=1), jnp.where(t < start[:, None], rows.tokens, 0)
-    )
-    moved = jnp.where(mask, jnp.take_along_axis(logps, index, axis=1), 0)
-    return Rows(tokens, rows.start, rows.length), moved
+    index = jnp.clip(t - start[:, None], 0, new - 1)
+    tokens, logps = (jnp.where(mask, jnp.take_along_axis(x, index, axis=1), 0) for x in (out.tokens, out.logps))
+    tokens = jnp.where(t < start[:, None], rows.tokens, tokens)
+    return Rows(tokens, rows.start, rows.length), logps
