@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxrl.stats import cluster_ratio, effective_sample_size
+
 # Base-difficulty bins of A4d, by the base model's probability of being right.
 STRATA = (0.0, 0.02, 0.1, 0.3, 0.7, 1.0)
 WEIGHT_CAP = 20.0
@@ -146,10 +148,7 @@ def _totals(one: Changes, values: np.ndarray, rows: np.ndarray) -> tuple[np.ndar
 def ratio(one: Changes, values: Float[np.ndarray, " M"], rows: Bool[np.ndarray, " M"]) -> Estimate:
     """Mean of ``values`` over ``rows`` with the cluster-robust standard error of a ratio."""
     total, count = _totals(one, values, rows)
-    if not count.sum():
-        return Estimate(np.nan, np.nan, 0)
-    value = total.sum() / count.sum()
-    return Estimate(float(value), _spread((total - value * count) / count.sum()), int(count.sum()))
+    return Estimate(*cluster_ratio(total, count), int(count.sum()))
 
 
 def difference(one: Changes, rows: Bool[np.ndarray, " M"], others: Bool[np.ndarray, " M"]) -> Estimate:
@@ -215,7 +214,7 @@ def interference_hajek(one: Changes, p_base: Float[np.ndarray, " X"], samples: i
         weight = np.minimum(1 / (1 - (1 - p_base[seen]) ** samples), cap)
     value = np.sum(weight * means[seen]) / weight.sum()
     se = _spread(weight * (means[seen] - value) / weight.sum())
-    return Hajek(Estimate(float(value), se, int(seen.sum())), float(weight.sum() ** 2 / np.sum(weight**2)))
+    return Hajek(Estimate(float(value), se, int(seen.sum())), effective_sample_size(weight))
 
 
 def interference_strata(one: Changes, p_base: Float[np.ndarray, " X"]) -> dict[str, Estimate]:

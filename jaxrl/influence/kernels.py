@@ -51,7 +51,7 @@ def gradient_kernel(
     precondition: Any = None,
     blocks: str = "total",
     memory: int = MEMORY,
-    logps: Logps = token_logps,
+    logps: Logps | tuple[Logps, Logps] = token_logps,
 ) -> Kernel:
     """Gradient dot products between the scores of ``rows_a`` (N) and ``rows_b`` (M).
 
@@ -60,7 +60,8 @@ def gradient_kernel(
     sides. ``precondition``: a positive diagonal D, a pytree like the parameters, for
     ``g_i^T D g_j``; norms and cosines are then in that metric too. ``blocks``: ``layer`` or
     ``leaf`` also returns the parts that sum to ``values``. ``memory``: bytes of per-row gradients
-    that may exist at once. ``Kernel.method`` says which method ran.
+    that may exist at once. ``logps(model, rows)`` scores tokens, for both sides or as a pair (a
+    temperature on one side, say). ``Kernel.method`` says which method ran.
 
     Raises ``ValueError`` for an unknown name (with the nearest), for no rows, for rows without
     response tokens, for a wrong ``precondition``, or when not one gradient fits into ``memory``
@@ -72,16 +73,17 @@ def gradient_kernel(
     need_rows(rows_a, "rows_a", responses=True)
     need_rows(rows_b, "rows_b", responses=True)
     pair = weights if isinstance(weights, tuple) else (weights, None)
+    scorers = logps if isinstance(logps, tuple) else (logps, logps)
     size = sum(x.size for x in jax.tree.leaves(model))
     dtype = wide(*(x.dtype for x in jax.tree.leaves(model)))
     job = _Job(
         model=model,
         sides=tuple((rows, row_weights(rows, normalise, w)) for rows, w in zip((rows_a, rows_b), pair, strict=True)),
+        logps=scorers,
         diagonal=None if precondition is None else _checked_diagonal(model, precondition),
         blocks=_block_index(model, blocks),
         fits=memory // (size * dtype.itemsize),
-        same=rows_a is rows_b and pair[0] is pair[1],
-        logps=logps,
+        same=rows_a is rows_b and pair[0] is pair[1] and scorers[0] is scorers[1],
     )
     if method == "auto":
         method = "reference" if job.fits >= min(3, sum(job.size)) else "columns"
@@ -106,11 +108,11 @@ class _Job:
 
     model: Any
     sides: tuple[tuple[Rows, Array], ...]
+    logps: tuple[Logps, Logps]
     diagonal: Any
     blocks: Blocks
     fits: int
     same: bool
-    logps: Logps
 
     @property
     def size(self) -> tuple[int, int]:
@@ -169,7 +171,7 @@ def _columns(job: _Job) -> Found:
         )
     for j in range(m):
         norms[1][j] = (
-            norms[0][j] if job.same else _row_sq_norm(job.model, rows_b[j], weights_b[j], job.diagonal, job.logps)
+            norms[0][j] if job.same else _row_sq_norm(job.model, rows_b[j], weights_b[j], job.diagonal, job.logps[1])
         )
     return out, norms
 
@@ -179,7 +181,7 @@ def _tiles(job: _Job, side: int, size: int) -> Iterator[tuple[slice, Any]]:
     (rows, weights), n = job.sides[side], job.size[side]
     for low in range(0, n, size):
         index = np.minimum(np.arange(low, low + size), n - 1)
-        yield slice(low, min(low + size, n)), _gradients(job.model, rows[index], weights[index], job.logps)
+        yield slice(low, min(low + size, n)), _gradients(job.model, rows[index], weights[index], job.logps[side])
 
 
 @partial(jax.jit, static_argnames=("logps",))
@@ -215,15 +217,15 @@ def _column(
     diagonal: Any,
     index: tuple,
     count: int,
-    logps: Logps,
+    logps: tuple[Logps, Logps],
 ) -> tuple[Float[Array, "K M"], Float[Array, ""]]:
-    gradient = one_gradient(model, row, weight, logps=logps)
+    gradient = one_gradient(model, row, weight, logps=logps[0])
     tangent = gradient if diagonal is None else jax.tree.map(jnp.multiply, gradient, diagonal)
 
     def along(block: Array) -> Array:
         leaves = [_only(x, ids, block) for x, ids in zip(jax.tree.leaves(tangent), index, strict=True)]
         part = jax.tree.unflatten(jax.tree.structure(model), leaves)
-        return jax.jvp(lambda q: scores(q, rows_b, weights_b, logps), (model,), (part,))[1]
+        return jax.jvp(lambda q: scores(q, rows_b, weights_b, logps[1]), (model,), (part,))[1]
 
     return jax.lax.map(along, jnp.arange(count)), _dot(gradient, tangent)
 

@@ -52,6 +52,11 @@ def preconditioner(spec: Optimiser, model: Any, opt_state: Any, gradient: Any, *
     return jax.tree.map(lambda d: scale * d, diagonal)
 
 
+def current_rate(spec: Optimiser, opt_state: Any, *, total: int) -> Float[Array, ""]:
+    """The learning rate of the coming step."""
+    return learning_rate(spec, _state(opt_state, optax.ScaleByScheduleState).count, total=total)
+
+
 def step_sum(parts: dict[str, Any]) -> Any:
     """The parameter change: the sum of all parts."""
     return jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts.values())
@@ -62,8 +67,7 @@ def _terms(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Any, Any]:
     """Rate, rate of the current gradient, the diagonal D, and the past's share of the moment over its correction."""
     dtype = jax.tree.leaves(model)[0].dtype
-    schedule = _state(opt_state, optax.ScaleByScheduleState)
-    lr = learning_rate(spec, schedule.count, total=total).astype(dtype)
+    lr = current_rate(spec, opt_state, total=total).astype(dtype)
     if spec.type == "sgd":
         ones = jax.tree.map(jnp.ones_like, model)
         if not spec.momentum:
