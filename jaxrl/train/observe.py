@@ -96,7 +96,7 @@ def scored(
 class KernelPair(NamedTuple):
     """The kernels of one influence step and which rows of batch and probe they are of."""
 
-    cross: Kernel
+    cross: Kernel | None
     probe: Kernel
     batch_rows: np.ndarray
     probe_rows: np.ndarray
@@ -200,20 +200,17 @@ class Observer:
     def _kernel(self, model: Decoder, view: BatchView) -> KernelPair:
         """Exact kernels of trained rows with probes, and of those probes with themselves.
 
-        A short list of trained rows is repeated to one length, so that there is one program.
+        A short list of trained rows is repeated to one length, so that there is one program; what is
+        kept is one row each. Where the filters kept nothing there is no cross kernel.
         """
-        weighed = np.asarray(jnp.any(view.batch.weight != 0, axis=-1))
-        trained = np.flatnonzero(weighed) if weighed.any() else np.arange(len(weighed))
-        chosen = np.resize(trained, min(self.x.influence.rows, len(weighed)))
+        trained = np.flatnonzero(np.asarray(jnp.any(view.batch.weight != 0, axis=-1)))[: self.x.influence.rows]
         followed = spread(len(self.base_logps), self.x.influence.rows)
-        rows, probe = view.batch.rows[chosen], self.rows[followed]
-        method = self.x.influence.method
-        return KernelPair(
-            gradient_kernel(model, rows, probe, method=method),
-            gradient_kernel(model, probe, probe, method=method),
-            chosen,
-            followed,
-        )
+        probe, method = self.rows[followed], self.x.influence.method
+        cross = None
+        if len(trained):
+            slots = np.resize(trained, min(self.x.influence.rows, len(view.batch.weight)))
+            cross = gradient_kernel(model, view.batch.rows[slots], probe, method=method)
+        return KernelPair(cross, gradient_kernel(model, probe, probe, method=method), trained, followed)
 
     def _probe_line(self, step: int, in_batch: np.ndarray, values: Mapping[str, Any]) -> dict[str, Any]:
         """Influence of this step and since step 0, clip violations, perplexity; rows of ``probe_logp_sum``."""
@@ -235,9 +232,10 @@ class Observer:
         before, after = np.asarray(values["before"]).sum(-1), np.asarray(values["after"]).sum(-1)
         predicted = np.asarray(values["predicted"])
         self.arrays.put(f"predicted/{step}", predicted)
-        about = {name: getattr(kernel.cross, name) for name in ("method", "dtype", "normalise")}
+        about: dict[str, Any] = {name: getattr(kernel.probe, name) for name in ("method", "dtype", "normalise")}
         about |= {"batch_rows": kernel.batch_rows.tolist(), "probe_rows": kernel.probe_rows.tolist()}
-        self.arrays.put(f"kernel/{step}", kernel.cross.values, about)
+        if kernel.cross is not None:
+            self.arrays.put(f"kernel/{step}", kernel.cross.values[: len(kernel.batch_rows)], about)
         self.arrays.put(f"probe_kernel/{step}", kernel.probe.values, about)
         measured = after.astype(np.float64) - before.astype(np.float64)
         shape = structure(np.asarray(kernel.probe.values), uid=np.asarray(self.probe.uid)[kernel.probe_rows])
