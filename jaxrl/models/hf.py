@@ -201,7 +201,7 @@ def save_model(
             replace(scratch, target)
     except OSError as error:
         full = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
-        raise JaxrlError(f"{target}: cannot write the model there: {full}; nothing was left behind") from error
+        raise JaxrlError(f"{target}: cannot write the model there: {full}; no part of it was left behind") from error
     finally:
         if is_main():
             shutil.rmtree(scratch, ignore_errors=True)

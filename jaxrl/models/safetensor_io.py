@@ -20,12 +20,13 @@ import numpy as np
 
 from jaxrl.errors import JaxrlError
 
-# Name in a header -> numpy dtype. The floating-point formats that a plain checkpoint may use.
+# Name in a header -> numpy dtype, in the order in which the library stores them (widest first keeps every
+# tensor aligned). The floating-point formats that a plain checkpoint may use.
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
 }
 CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 SINGLE = "model.safetensors"
@@ -183,7 +184,6 @@ def layout(specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int]]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
-    # widest dtypes first keeps every tensor aligned
     rank = list(DTYPES)
     for name in sorted(specs, key=lambda n: (rank.index(CODES[specs[n].dtype.name]), n)):
         spec = specs[name]
