@@ -1,0 +1,285 @@
+"""The kernel check: what holds is found to hold, and what does not is named."""
+
+import csv
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from influence_world import VOCAB, small_model, some_rows
+
+from jaxrl import keys
+from jaxrl.data.synthetic import enumerate_responses
+from jaxrl.influence.account import explained
+from jaxrl.influence.audit import advantage_bound, pair_audit
+from jaxrl.influence.check import check_model, pair_slopes
+from jaxrl.influence.exactness import chosen_rows, score_identity
+from jaxrl.influence.outcome import verdicts
+from jaxrl.influence.slopes import fit_slope
+from jaxrl.influence.sweep import pair_sweep, stratified
+from jaxrl.models.logps import token_logps
+from jaxrl.rl.algorithms import Algorithm, prepare
+from jaxrl.rl.optimiser import Optimiser, make_optimiser
+from jaxrl.rl.update import update
+from jaxrl.types import STOP_EOS, Graded, Probe, Rollouts, Rows, TrainState
+
+pytestmark = [pytest.mark.x64, pytest.mark.usefixtures("x64")]
+SPEC = Optimiser(lr=1e-3, clip=0.5, weight_decay=0.01)
+PAIRS = 16
+
+
+def policy_terms(model, reward, seed=0):
+    """The terms of a GRPO step on random rows of 4 prompts with 4 responses each."""
+    rows = some_rows(16, seed=seed)
+    order = np.argsort(np.arange(16) % 4, kind="stable")
+    rows = jax.tree.map(lambda x: x[order].reshape(4, 4, *x.shape[1:]), rows)
+    reward = jnp.asarray(reward, float)
+    old = token_logps(model, rows.flat()).reshape(rows.tokens.shape)
+    graded = Graded(
+        rollouts=Rollouts(rows, old, jnp.full((4, 4), STOP_EOS, jnp.int32)),
+        uid=jnp.arange(4),
+        reward=reward,
+        correct=reward == 1,
+        prefiltered=jnp.ones(4, bool),
+        old_logps=old,
+    )
+    return prepare(Algorithm(), graded)[0]
+
+
+REWARD = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A model after two real updates, its optimiser state, the next terms and a probe."""
+    with jax.enable_x64(True):
+        model = small_model()
+        tx = make_optimiser(SPEC, total=10)
+        state = TrainState(jnp.asarray(0), model, tx.init(model), keys.root(0))
+        step = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"))
+        for seed in (5, 6):
+            state, _ = step(state, policy_terms(state.model, REWARD, seed), None, tx=tx, temperature=1.0)
+        rows = some_rows(18, seed=9, prompts=6)
+        flags = np.arange(18) % 2 == 0
+        probe = Probe(jax.device_get(rows), np.arange(18) % 6, flags, np.arange(18) == 17)
+        return state, policy_terms(state.model, REWARD), probe
+
+
+@pytest.fixture(scope="module")
+def everything(world) -> Rows:
+    """All responses of one or two tokens to one prompt: those that end in token 0, and those cut off."""
+    tokens, length = enumerate_responses(2, vocab_size=VOCAB, stop_id=0)
+    prompt = np.tile(np.asarray(some_rows(1).tokens[:, :3]), (len(tokens), 1))
+    start = np.full(len(tokens), 3)
+    with jax.enable_x64(True):
+        return Rows(*(jnp.asarray(x, jnp.int32) for x in (np.concatenate([prompt, tokens], 1), start, start + length)))
+
+
+@pytest.fixture(scope="module")
+def result(world, everything, tmp_path_factory):
+    state, terms, probe = world
+    folder = tmp_path_factory.mktemp("check")
+    with jax.enable_x64(True):
+        later = {10: jax.tree.map(lambda x: x * 1.05, state.model)}
+        found = check_model(
+            state.model, SPEC, state.opt_state, terms, probe, pairs=PAIRS, group_size=4, enumerated=everything,
+            later=later, out=folder,
+        )  # fmt: skip
+    return found, folder
+
+
+def test_everything_holds_on_a_right_implementation(result):
+    found, _ = result
+    assert found["failures"] == []
+    assert found["ok"] is True
+
+
+def test_gradients_are_exact(result):
+    found, _ = result
+    assert found["c1"]["columns"] <= 1e-8
+    assert found["c1"]["central"] <= 1e-6
+    assert found["c2"]["responses"] == 1 + 11 + 11 * 11
+    assert found["c2"]["mass"] == pytest.approx(1, abs=1e-12)
+    assert found["c2"]["error"] <= 1e-10
+
+
+def test_remainders_have_orders_two_and_three(result):
+    found, _ = result
+    assert found["slope_single"] == pytest.approx(2.00, abs=0.05)
+    assert found["slope_second_order"] == pytest.approx(3.0, abs=0.1)
+    assert found["slope_batch"] == pytest.approx(2.00, abs=0.05)
+    assert found["c5"]["second"]["value"] == pytest.approx(3.0, abs=0.1)
+    assert found["c3"]["same_prompt"]["value"] == pytest.approx(2.00, abs=0.05)
+    assert found["c3"]["cross_prompt"]["value"] == pytest.approx(2.00, abs=0.05)
+    for slope in (found["c3"]["first"], found["c5"]["first"]):
+        assert slope["high"] / slope["low"] >= 10 - 1e-6
+
+
+def test_every_sign_of_a_batch_step_is_predicted_at_small_steps(result):
+    found, _ = result
+    assert found["sign_agreement"] == 1
+    assert found["c5"]["sign_agreement_below"] == 1
+
+
+def test_the_kernel_sum_is_the_gradient_of_the_loss_that_trains(result):
+    assert result[0]["c5"]["kernel_error"] <= 1e-10
+
+
+def test_the_optimisers_four_parts_are_its_step(result):
+    found, _ = result
+    assert found["adam_residual"] <= 1e-10
+    parts = found["c9"]["parts"]
+    assert set(parts) == {"current", "clip", "momentum", "decay"}
+    assert all(abs(p["rms"]) > 0 for p in parts.values())
+    assert sum(p["share"] for p in parts.values()) == pytest.approx(1, abs=1e-9)
+    remainder = np.array(found["c9"]["relative_remainder"])[-5:]
+    np.testing.assert_allclose(remainder[:-1] / remainder[1:], np.sqrt(10), rtol=0.05)  # proportional to lr
+
+
+def test_tightness_of_the_bound_is_the_advantage_over_its_largest_value(result):
+    found, folder = result
+    assert found["c4"]["fit_slope"] == pytest.approx(1, abs=0.01)
+    assert found["c4"]["fit_r2"] > 0.999
+    assert found["c4"]["silent_max"] == 0  # rows with A = 0 move nothing, whatever their kernel
+    pairs = np.load(folder / "pairs.npz")
+    silent = pairs["advantage"] == 0
+    assert np.abs(pairs["kernel"][silent]).max() > 0
+    assert advantage_bound(8) == pytest.approx(2.4748737)
+
+
+def test_what_first_order_explains_falls_with_the_distance(result):
+    one, ten = (result[0]["c10"][h] for h in ("1", "10"))
+    assert one["explained"] > 0.99
+    assert ten["explained"] < one["explained"]
+
+
+def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
+    found, folder = result
+    assert {p.name for p in folder.iterdir()} == {
+        "check.json", "pairs.npz", "batch.npz", "T-C1.csv", "T-C2.csv", "T-C3.csv",
+    }  # fmt: skip
+    pairs, batch = np.load(folder / "pairs.npz"), np.load(folder / "batch.npz")
+    e, n, m = pairs["delta"].shape
+    assert (n, m) == (PAIRS, PAIRS)
+    shapes = {"eta": (e,), "kernel": (n, m), "advantage": (n,), "second_order": (e, n, m), "bound_c": ()}
+    assert {name: pairs[name].shape for name in shapes} == shapes
+    e, m = batch["measured"].shape
+    n = 16
+    shapes = {
+        "eta": (e,), "predicted": (e, m), "predicted_second": (e, m), "kernel": (n, m), "weight_advantage": (n,),
+        "advantage": (n,), "probe_norm": (m,),
+    }  # fmt: skip
+    assert {name: batch[name].shape for name in shapes} == shapes
+    np.testing.assert_allclose(
+        batch["eta"][:, None] * (batch["weight_advantage"] @ batch["kernel"]), batch["predicted"], rtol=1e-9, atol=1e-18
+    )
+    saved = json.loads((folder / "check.json").read_text())
+    assert saved == json.loads(json.dumps(found))
+    for name in ("T-C1", "T-C2", "T-C3"):
+        rows = list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
+        assert len(rows) == len(saved["tables"][name])
+
+
+def test_a_wrong_kernel_is_caught(world):
+    """Two per cent off: the remainder is first order, and no slope of two is found."""
+    state, terms, probe = world
+    rows = jax.tree.map(jnp.asarray, probe.rows)
+    swept = pair_sweep(state.model, terms[0].batch.rows[:4], np.array([0.5, -0.5, 1.5, 0.5]), rows)
+    same = np.zeros((4, 18), bool)
+    assert pair_slopes(swept, same)["first"]["value"] == pytest.approx(2, abs=0.05)
+    wrong = dataclasses.replace(swept, kernel=swept.kernel * 1.02)
+    assert not abs(pair_slopes(wrong, same)["first"]["value"] - 2) <= 0.05
+    assert pair_audit(wrong, advantage_bound(8))["fit_slope"] == pytest.approx(1 / 1.02, abs=0.005)
+
+
+def test_what_does_not_hold_is_named(result):
+    found = {k: v for k, v in result[0].items() if k.startswith("c")}
+    broken = json.loads(json.dumps(found))
+    broken["c9"]["residual"] = 1e-6
+    broken["c3"]["first"] |= {"value": float("nan"), "reason": "no decade"}
+    broken["c5"]["sign_agreement_below"] = 0.5
+    outcome = verdicts(broken)
+    assert not outcome["ok"]
+    text = " | ".join(outcome["failures"])
+    assert "adam_residual: 1e-06 is outside 0..1e-10" in text
+    assert "slope_single: no decade" in text
+    assert "sign_agreement" in text
+    assert outcome["slope_single"] is None
+    assert len(outcome["failures"]) == 3
+
+
+def test_slopes_are_fitted_between_rounding_and_a_tenth_of_the_prediction():
+    eta = 10.0 ** np.arange(-1, -9, -0.5)
+    predicted = eta[:, None] * np.ones(3)
+    remainder = 3 * predicted**2 + 1e-15  # rounding below, curvature above
+    scores = np.full(3, -5.0)
+    slope = fit_slope(eta, remainder, predicted, scores)
+    assert slope.value == pytest.approx(2, abs=0.02)
+    assert slope.high == pytest.approx(10**-1.5)  # 3 eta < 0.1
+    assert slope.low == pytest.approx(10**-6.5)  # 3 eta^2 > 100 eps 5
+    order = np.random.default_rng(0).permutation(len(eta))
+    assert fit_slope(eta[order], remainder[order], predicted[order], scores) == slope
+
+
+def test_less_than_one_decade_is_a_failure_and_not_a_slope():
+    eta = 10.0 ** np.arange(-1, -9, -0.5)
+    predicted = eta[:, None] * np.ones(3)
+    slope = fit_slope(eta, 3 * predicted**2, predicted, np.full(3, -1e10))
+    assert np.isnan(slope.value)
+    assert "one decade is needed" in slope.reason
+    assert np.isnan(fit_slope(eta, predicted, predicted, np.full(3, -5.0)).value)
+
+
+def test_the_score_identity_fails_when_a_response_is_missing(world, everything):
+    state, _, probe = world
+    rows = jax.tree.map(jnp.asarray, probe.rows)
+    partial = score_identity(state.model, everything[1:], rows)
+    assert partial["error"] > 1e-6
+    assert partial["mass"] < 1
+
+
+def test_double_precision_is_required(world):
+    state, terms, probe = world
+    with jax.enable_x64(False), pytest.raises(ValueError, match="double precision"):
+        check_model(state.model, SPEC, state.opt_state, terms, probe)
+
+
+def test_a_decaying_schedule_needs_the_number_of_updates(world):
+    state, terms, probe = world
+    spec = dataclasses.replace(SPEC, schedule="cosine")
+    with pytest.raises(ValueError, match="total: the cosine schedule"):
+        check_model(state.model, spec, state.opt_state, terms, probe)
+
+
+def test_a_batch_without_signal_is_refused(world):
+    state, _, probe = world
+    silent = policy_terms(state.model, np.ones((4, 4)))
+    with pytest.raises(ValueError, match="no signal"):
+        check_model(state.model, SPEC, state.opt_state, silent, probe, pairs=PAIRS)
+
+
+def test_chosen_rows_share_prompts_where_they_can(world):
+    _, terms, probe = world
+    counted = ~probe.truncated
+    train, rows, same = chosen_rows(terms[0].batch.rows, probe.rows, counted, 8)
+    assert same.shape == (8, 8)
+    tokens = np.asarray(train.tokens)[:, None, :3] == np.asarray(rows.tokens)[None, :, :3]
+    np.testing.assert_array_equal(same, tokens.all(-1))
+    assert same.any()
+    assert (~same).any()
+    with pytest.raises(ValueError, match="the probe has no row"):
+        chosen_rows(terms[0].batch.rows, probe.rows, np.zeros(18, bool), 8)
+
+
+def test_advantages_are_those_of_binary_groups_of_eight():
+    assert set(np.abs(stratified(64))) == {0, 0.353553, 0.5, 1.5, 2.474867}
+
+
+def test_snapshots_alone_are_explained_too(world):
+    state, _, probe = world
+    rows = jax.tree.map(jnp.asarray, probe.rows)
+    found = explained(state.model, {3: jax.tree.map(lambda x: x * 1.0001, state.model)}, rows)
+    assert found["3"]["explained"] > 0.999
+    assert found["3"]["median_ratio"] == pytest.approx(1, abs=0.01)
