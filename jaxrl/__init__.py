@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxrl.rl.algorithms import ALGORITHMS
     from jaxrl.sampling.generate import generate
     from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
-    from jaxrl.train.loop import train
+    from jaxrl.train.entry import train
     from jaxrl.types import Kernel, Prompts, Rollouts, Rows
 
 _MODULES = {

@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl import config, keys
+from jaxrl import config, keys, train
 from jaxrl.commands.check import finish_check, start_check
-from jaxrl.commands.runs import run_experiment
 from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.evaluation.exact import gates, require_gates
 from jaxrl.report import render
@@ -40,7 +39,7 @@ def demo(arguments: argparse.Namespace) -> Mapping[str, Any]:
             say(f"{number}/4 {name}: 200 steps, probe and kernel beside them")
             overrides = [f"seed={seed}", f"checkpoint.keep_every={CHECKED_STEP}"]
             experiment = config.load_config(find_config(f"msa0/{name}.yaml"), overrides)
-            run_experiment(experiment, out / name, base=base)
+            train(experiment, out=out / name, base=base)
             if child is None:  # the check has a process of its own (double precision), so it runs beside the next run
                 child = start_check(out / name, out / "check", step=CHECKED_STEP)
         say("4/4 kernel check in double precision, report")

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl import config
+from jaxrl import train as run_experiment
 from jaxrl.errors import UsageError
 from jaxrl.models.hf import save_model
 from jaxrl.report import render
-from jaxrl.train import loop
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.dryrun import dry_run
 from jaxrl.train.experiment import Experiment
@@ -46,7 +46,7 @@ def open_run(folder: pathlib.Path, step: int | None = None) -> OpenedRun:
     if not is_run(folder):
         raise UsageError(f"{folder}: not a run folder; expected the config.json that `jaxrl train` writes")
     experiment = read_experiment(folder)
-    setup = set_up(experiment, folder, gate=False)  # it was trained, so the gates held
+    setup = set_up(experiment, folder)
     checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
     try:
         state = checkpoints.restore(setup.first_state(), step)
@@ -67,17 +67,8 @@ def train(arguments: argparse.Namespace) -> Mapping[str, Any]:
     if arguments.dry_run:
         return dry_run(experiment)
     folder = arguments.out or pathlib.Path("runs") / f"{arguments.config.parent.name}-{arguments.config.stem}"
-    run_experiment(experiment, folder, resume=arguments.resume)
+    run_experiment(experiment, out=folder, resume=arguments.resume)
     return {"run": str(folder)} | json.loads((folder / "summary.json").read_text())
-
-
-def run_experiment(experiment: Experiment, folder: pathlib.Path, *, resume: bool = False, **more: Any) -> pathlib.Path:
-    """``loop.train`` with the experiment echoed, refusing to resume under a changed config."""
-    echo = config.to_tree(experiment)
-    if resume and is_run(folder):
-        stored = json.loads((folder / "config.json").read_text())["experiment"]
-        config.check_resume(stored, echo, folder)
-    return loop.train(experiment, out=folder, resume=resume, echo=echo, **more)
 
 
 def export(arguments: argparse.Namespace) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ collected again and comes out the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Key
 
 from jaxrl import keys
+from jaxrl.errors import UsageError
+from jaxrl.mesh import RULES, to_mesh
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
 from jaxrl.rewards import Verdict
@@ -41,13 +45,14 @@ class Collected:
 
 @dataclass(frozen=True)
 class Collector:
-    """How a run collects. ``score_rows`` bounds the rows of one scoring pass."""
+    """How a run collects. ``score_rows`` bounds the rows of one scoring pass; on a ``mesh`` rows are split over it."""
 
     task: Task
     algorithm: Algorithm
     spec: RolloutSpec
     reward: Callable[[Verdict], float]
     score_rows: int | None = None
+    mesh: Mesh | None = None
 
     @property
     def temperature(self) -> float:
@@ -58,26 +63,34 @@ class Collector:
         spec, needs = self.spec, self.algorithm.needs
         prompts = self.task.pools["train"].take(root, step, spec.prompts)
         kept, greedy_correct, spent = np.ones(spec.prompts, bool), None, 0
-        if "greedy_correct" in needs:
+        if spec.log_greedy or "greedy_correct" in needs:
             greedy_correct, spent = self._greedy(policy, prompts, root, step)
             kept = np.asarray(self.algorithm.prefilter(jnp.asarray(greedy_correct)))
-        rollouts = self._rollouts(policy, prompts, kept, root, step)
+        rollouts = self.place(self._rollouts(policy, prompts, kept, root, step))
         verdicts = grading.grade(self.task, prompts.uid, rollouts)
         graded = Graded(
             rollouts=rollouts,
-            uid=jnp.asarray(prompts.uid),
-            reward=jnp.asarray(grading.tabulate(verdicts, self.reward, 0.0), jnp.float32),
-            correct=jnp.asarray(grading.correct(verdicts)),
-            prefiltered=jnp.asarray(kept),
+            uid=prompts.uid,
+            reward=grading.tabulate(verdicts, self.reward, 0.0).astype(np.float32),
+            correct=grading.correct(verdicts),
+            prefiltered=kept,
             old_logps=self.score(policy, rollouts.rows),
-            greedy_correct=None if greedy_correct is None else jnp.asarray(greedy_correct),
+            greedy_correct=greedy_correct,
             ref_logps=self.score(reference, rollouts.rows) if "ref_logps" in needs else None,
         )
         spent += int(np.asarray(rollouts.rows.response_length()).sum())
         if "base_samples" in needs:
             graded, more = self._with_base_samples(graded, reference, prompts, root, step)
             spent += more
-        return Collected(graded, verdicts, spent)
+        return Collected(self.place(graded), verdicts, spent)
+
+    def place(self, tree: Any) -> Any:
+        """Arrays with a leading axis of prompts or rows, split over the mesh.
+
+        Freshly collected and read back from a file, a step's arrays lie the same way, so that they run the same
+        programs to the same bits.
+        """
+        return jax.tree.map(jnp.asarray, tree) if self.mesh is None else to_mesh(self.mesh, tree)
 
     def score(self, model: Decoder | None, rows: Rows) -> Float[Array, "P G L"]:
         """Log-probabilities of rollouts under a model, at the rollouts' temperature."""
@@ -100,9 +113,9 @@ class Collector:
     ) -> Rollouts:
         """Rollouts of the kept prompts, in calls of one fixed shape; the others stay empty."""
         spec = self.spec
-        if kept.all() and spec.chunk is None and "greedy_correct" not in self.algorithm.needs:
+        if spec.chunk is None and "greedy_correct" not in self.algorithm.needs:
             return _sample(self, policy, prompts, spec.strategy, spec.n, root, step)
-        size = spec.chunk or max(1, spec.prompts // PREFILTER_PARTS)
+        size = spec.chunk or self._part()
         out = _empty(prompts, spec.n, spec.max_new_tokens)
         index = np.flatnonzero(kept)
         for part in (index[i : i + size] for i in range(0, len(index), size)):
@@ -111,7 +124,12 @@ class Collector:
             got = _sample(self, policy, chosen, spec.strategy, spec.n, root, step)
             for whole, piece in zip(jax.tree.leaves(out), jax.tree.leaves(jax.device_get(got)), strict=True):
                 whole[part] = piece[: len(part)]
-        return jax.tree.map(jnp.asarray, out)
+        return out
+
+    def _part(self) -> int:
+        """Prompts a sampling call when a prefilter may drop some: a fraction, in whole shares of the mesh."""
+        split = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in RULES["rows"])
+        return min(self.spec.prompts, -(-self.spec.prompts // PREFILTER_PARTS // split) * split)
 
     def _with_base_samples(
         self, graded: Graded, reference: Decoder | None, prompts: Prompts, root: Key[Array, ""], step: int
@@ -121,18 +139,18 @@ class Collector:
         base = _sample(self, reference, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
         right = self.correct(prompts, base)
         spent = int(np.asarray(base.rows.response_length()).sum())
-        return replace(graded, base=base, base_correct=jnp.asarray(right)), spent
+        return replace(graded, base=base, base_correct=right), spent
 
 
 def temperature_of(strategy: Strategy) -> float:
     """The temperature at which the sampled policy is scored.
 
-    Raises ``ValueError`` for a truncating or greedy strategy: training scores the full vocabulary, so
+    Raises ``UsageError`` for a truncating or greedy strategy: training scores the full vocabulary, so
     ratios would compare two different distributions.
     """
     if isinstance(strategy, Temperature):
         return strategy.value
-    raise ValueError(
+    raise UsageError(
         f"rollout.strategy: {type(strategy).__name__} restricts the support, while training scores the whole "
         "vocabulary, which would bias every ratio; train with {type: temperature} and truncate in evaluation only"
     )
@@ -144,14 +162,22 @@ def _score(model: Decoder, rows: Rows, temperature: Array) -> Float[Array, "N L"
 
 
 def score_rows(model: Any, rows: Rows, temperature: float = 1.0, at_once: int | None = None) -> Float[Array, "N L"]:
-    """``token_logps`` of ``[N L]`` rows in passes of ``at_once`` rows, one compiled shape."""
+    """``token_logps`` of ``[N L]`` rows in passes of ``at_once`` rows."""
+    return in_passes(_score, model, rows, temperature, at_once)
+
+
+def in_passes(score: Callable[..., Any], model: Any, rows: Rows, temperature: float, at_once: int | None) -> Any:
+    """``score(model, rows, temperature)`` of ``[N L]`` rows, ``at_once`` rows a pass: one compiled shape.
+
+    ``score`` returns one array ``[N L]`` or a tree of them. The last pass is filled up with its last row.
+    """
     n = rows.tokens.shape[0]
-    size = min(at_once or n, n)
-    parts = []
-    for i in range(0, n, size):
-        index = np.minimum(np.arange(i, i + size), n - 1)
-        parts.append(_score(model, jax.tree.map(lambda x, j=index: x[j], rows), jnp.float32(temperature)))
-    return jnp.concatenate(parts)[:n] if len(parts) > 1 else parts[0]
+    heat = np.float32(temperature)
+    if at_once is None or at_once >= n:
+        return score(model, rows, heat)
+    index = [np.minimum(np.arange(i, i + at_once), n - 1) for i in range(0, n, at_once)]
+    parts = [score(model, rows[i], heat) for i in index]
+    return jax.tree.map(lambda *x: jnp.concatenate(x)[:n], *parts)
 
 
 def _sample(
@@ -159,7 +185,7 @@ def _sample(
 ) -> Rollouts:
     return generate(
         model,
-        prompts,
+        c.place(prompts),
         strategy,
         n=n,
         key=root,

@@ -117,7 +117,7 @@ def abstract_graded(x: Experiment, task: Task) -> Graded:
         correct=_array((p, g), jnp.bool_),
         prefiltered=_array((p,), jnp.bool_),
         old_logps=tokens,
-        greedy_correct=_array((p,), jnp.bool_) if "greedy_correct" in needs else None,
+        greedy_correct=_array((p,), jnp.bool_) if x.rollout.log_greedy or "greedy_correct" in needs else None,
         ref_logps=tokens if "ref_logps" in needs else None,
         base=_rollouts(p, count, width) if count else None,
         base_correct=_array((p, count), jnp.bool_) if count else None,

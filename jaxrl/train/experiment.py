@@ -70,7 +70,8 @@ class RolloutSpec:
     """Sampling of a step: ``prompts`` x ``n`` responses of at most ``max_new_tokens``.
 
     ``chunk`` bounds the prompts of one sampling call, None being all at once. ``log_every`` is the
-    number of steps between readable rollout logs.
+    number of steps between readable rollout logs. ``log_greedy`` decodes every prompt once more,
+    greedily, so that runs compare by greedy accuracy; a piece that needs it does so anyway.
     """
 
     prompts: int = 16
@@ -79,6 +80,7 @@ class RolloutSpec:
     strategy: Strategy = field(default_factory=Temperature)
     chunk: int | None = None
     log_every: int = 10
+    log_greedy: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

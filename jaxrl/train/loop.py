@@ -7,32 +7,34 @@ state is donated; every compiled function keeps its shapes, so nothing recompile
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import keys
-from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.evaluation.exact import Exact, exact
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
 from jaxrl.rl.algorithms import applied, kept, prepare
-from jaxrl.rl.metrics import rollout_metrics, sampler_gap
+from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_gap
 from jaxrl.rl.optimiser import learning_rate
 from jaxrl.rl.update import update
 from jaxrl.train import grading, pending
+from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.collect import Collected, Collector
 from jaxrl.train.evaluate import evaluate_exact, evaluate_samples
 from jaxrl.train.experiment import Experiment
+from jaxrl.train.folder import CONFIG, describe_run, note_data, open_folder, summarise
 from jaxrl.train.observe import BatchView, Observer
 from jaxrl.train.progress import Progress
-from jaxrl.train.record import ArrayStore, MetricLog, NotFinite, environment, write_json, write_jsonl
+from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
 from jaxrl.train.setup import Setup, set_up, total_updates
 from jaxrl.train.tasks import Msa0Task
 from jaxrl.types import STOP_NAMES, STOP_NONE, TrainState
@@ -43,85 +45,76 @@ _update = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), d
 
 def train(
     experiment: Experiment,
+    echo: Mapping[str, Any],
     *,
-    out: str | pathlib.Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    echo: Mapping[str, Any] | None = None,
     base: Decoder | None = None,
     quiet: bool = False,
 ) -> pathlib.Path:
-    """Run an experiment and return its run folder (default ``runs/<time>``).
-
-    ``resume`` goes on from the last checkpoint of ``out``, bit for bit as if it had never stopped. ``echo`` is
-    written to ``config.json``. ``base`` is a base model that the caller already has.
-
-    Raises ``UsageError`` when ``out`` holds another run, ``GateFailed`` when the base may not be used, and
-    ``NotFinite`` naming step and metric when a number is NaN.
-    """
+    """``jaxrl.train`` below the config: ``echo`` is the experiment as ``config.json`` keeps it."""
     folder = open_folder(pathlib.Path(out or time.strftime("runs/%Y%m%d-%H%M%S")), resume)
-    setup = set_up(experiment, folder, base)
+    describe_run(folder, echo, environment(), resume)  # first: from here on a killed run can be resumed
     try:
-        run = Run(experiment, setup, folder, resume, quiet)
-        write_json(folder / "config.json", {"experiment": dict(echo or {}), **environment(setup.task.notes)})
+        setup = set_up(experiment, folder, base)
+    except BaseException:
+        if not resume:
+            (folder / CONFIG).unlink()  # nothing has begun: the folder is free again
+        raise
+    task = setup.task
+    try:
+        note_data(folder, task.notes)
+        for line in () if quiet else task.notes.get("data", ()):
+            print(line, file=sys.stderr, flush=True)
+        run = Run(experiment, setup, folder, quiet)
+        del setup  # and with it the base, unless a piece needs a reference
         run.go()
     finally:
-        setup.task.close()
-    return folder
-
-
-def open_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
-    """The run folder: new, or one to go on with. Fails before any work when it cannot be written."""
-    if resume and not (folder / "config.json").exists():
-        raise UsageError(f"{folder}: nothing to resume, it holds no config.json; start without --resume")
-    if not resume and (folder / "config.json").exists():
-        raise UsageError(f"{folder}: already holds a run; add --resume to go on with it, or name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / ".writable", {})
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise JaxrlError(
-            f"{folder}: the run folder cannot be written ({error.strerror}); choose another --out"
-        ) from error
+        task.close()
     return folder
 
 
 class Run:
     """One run in progress: what stands between steps, and the methods of a step in their order."""
 
-    def __init__(self, experiment: Experiment, setup: Setup, folder: pathlib.Path, resume: bool, quiet: bool) -> None:
-        self.x, self.setup, self.folder, self.quiet = experiment, setup, folder, quiet
+    def __init__(self, experiment: Experiment, setup: Setup, folder: pathlib.Path, quiet: bool = False) -> None:
+        self.x, self.task, self.root, self.folder, self.quiet = experiment, setup.task, setup.root, folder, quiet
+        self.reference, self.tx = setup.reference, setup.tx
+        optimiser, rollout = experiment.optimiser, experiment.rollout
         self.collector = Collector(
-            setup.task, experiment.algorithm, experiment.rollout, experiment.reward, experiment.optimiser.microbatch
+            setup.task, experiment.algorithm, rollout, experiment.reward, optimiser.microbatch, setup.mesh
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
         state = setup.first_state()
-        if resume and self.checkpoints.steps():
-            state = self.checkpoints.restore(state)
-        self.state: TrainState = state
-        self.start = int(state.step)
-        self.log = MetricLog(folder / "metrics.jsonl", self.start if resume else None)
-        self.arrays = ArrayStore(folder / "arrays.zarr")
+        self.state: TrainState = self.checkpoints.restore(state) if self.checkpoints.steps() else state
+        self.start = int(self.state.step)
+        self.log = MetricLog(folder / "metrics.jsonl", self.start)
+        self.updates = max((line["optim/updates"] for line in self.log.lines("train")), default=0)
         self.late: list[tuple[int, str, Any, Callable[[Any], dict[str, Any]]]] = []
-        self.updates = self.log.last("optim/updates", self.start)
-        self.exact_base: Exact | None = exact(setup.base) if isinstance(setup.task, Msa0Task) else None
-        p, g = experiment.rollout.prompts, experiment.rollout.n
+        self.arrays = ArrayStore(folder / "arrays.zarr")
+        p, g = rollout.prompts, rollout.n
         for name, shape, dtype in (("reward", (p, g), "f4"), ("correct", (p, g), "?"), ("kept", (p,), "?")):
             self.arrays.require(name, (experiment.steps, *shape), dtype)
+        self.exact_base: Exact | None = exact(setup.base) if isinstance(setup.task, Msa0Task) else None
         self.observer = Observer(experiment, setup, self.collector, folder, self.arrays)
 
     def go(self) -> None:
         """All remaining steps; the last checkpoint and evaluation are of the trained model."""
         total = self.x.steps
-        if self.start == 0:
-            self.evaluate(0)
-        with Progress(total - self.start, self.folder.name, quiet=self.quiet) as bar:
-            for step in range(self.start, total):
-                shown = self.step(step)
-                bar.advance(1, **shown)
-        self.flush()
-        self.checkpoints.save(self.state)
-        self.checkpoints.close()
+        try:
+            if self.start == 0 and self.x.eval.every:
+                self.evaluate(0)
+            with Progress(total - self.start, self.folder.name, quiet=self.quiet) as bar:
+                for step in range(self.start, total):
+                    bar.advance(1, **self.step(step))
+            self.checkpoints.save(self.state)
+            summarise(self.folder, self.log, total)
+        except WriteFailed as error:
+            steps = self.checkpoints.steps()
+            stands = f"the checkpoint of step {steps[-1]} stands" if steps else "there is no checkpoint yet"
+            raise WriteFailed(f"{error}. The run stopped, and {stands}; make room and add --resume") from error
+        finally:
+            self.checkpoints.close()
         (self.folder / pending.FILE).unlink(missing_ok=True)
 
     def step(self, step: int) -> dict[str, str]:
@@ -134,15 +127,15 @@ class Run:
         self.observer.before(step, self.state, view)
         metrics, updates = self.update(graded, minibatches)
         metrics |= self.observer.after_batch(self.state, view)
-        self.state = dataclasses.replace(self.state, step=jnp.asarray(step + 1, jnp.int32))
+        self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         metrics |= self.describe(collected)
         self.updates += updates
         metrics["optim/updates"] = self.updates
-        metrics["cost/seconds"] = time.monotonic() - began
         self.record(step, collected)
         self.flush()
+        metrics["cost/seconds"] = time.monotonic() - began
         self.push(step, "train", metrics)
-        norm = metrics.get("optim/update_norm", Mean.scalar(0.0))
+        norm = metrics["optim/update_norm"] if updates == 1 else None  # norms of several updates do not add up
         for kind, values, finish in self.observer.after(step, self.state, norm):
             self.push(step, kind, values, finish)
         self.end_of_step(step + 1)
@@ -155,8 +148,8 @@ class Run:
         """The step's rollouts: those kept from an interrupted try, or fresh ones."""
         held = pending.load(self.folder, step)
         if held is not None:
-            return held
-        collected = self.collector(self.state.model, self.setup.reference, self.setup.root, step)
+            return dataclasses.replace(held, graded=self.collector.place(held.graded))
+        collected = self.collector(self.state.model, self.reference, self.root, step)
         if self.is_checkpoint(step):
             pending.save(self.folder, step, collected)
         return collected
@@ -173,8 +166,8 @@ class Run:
                 self.state, metrics = _update(
                     self.state,
                     terms,
-                    self.setup.reference,
-                    tx=self.setup.tx,
+                    self.reference,
+                    tx=self.tx,
                     temperature=self.collector.temperature,
                     microbatch=optimiser.microbatch,
                 )
@@ -186,12 +179,15 @@ class Run:
         graded = collected.graded
         metrics: dict[str, Any] = dict(rollout_metrics(self.x.algorithm, graded))
         counts = grading.counts(collected.verdicts)
-        total = max(sum(counts.values()), 1)
+        total = np.float32(sum(counts.values()))
         for status in ("no_box", "timeout", "error"):
-            metrics[f"reward/{status}"] = Mean(np.float32(counts[status]), np.float32(total))
+            metrics[f"reward/{status}"] = Mean(np.float32(counts[status]), total)
         mask = graded.rollouts.rows.mask()
         gap, worst = sampler_gap(graded.rollouts.logps, graded.old_logps, mask)
         metrics |= {"kl/sampler_mean": gap, "kl/sampler_max": worst}
+        if graded.ref_logps is not None:
+            found = kl_estimates(graded.old_logps, graded.ref_logps, mask)
+            metrics |= {f"kl/base_{name}": value for name, value in found.items()}
         metrics["optim/lr"] = learning_rate(self.x.optimiser, self.updates, total=total_updates(self.x))
         metrics["cost/generated_tokens"] = collected.generated_tokens
         return metrics
@@ -209,7 +205,7 @@ class Run:
     def readable(self, collected: Collected, graded: Any) -> list[dict[str, Any]]:
         """One record a response: prompt, text, verdict, reward, length, stop reason."""
         rows, stop = graded.rollouts.rows, graded.rollouts.stop
-        text = self.setup.task.text
+        text = self.task.text
         return [
             {
                 "uid": int(graded.uid[p]),
@@ -252,7 +248,7 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """pass@k of every evaluation set (and of the training prompts where that is exact)."""
-        spec, task = self.x.eval, self.setup.task
+        spec, task = self.x.eval, self.task
         if isinstance(task, Msa0Task) and self.exact_base is not None:
             self.log.write(
                 step, "eval", evaluate_exact(self.state.model, self.exact_base, task, spec.k, step, self.folder)
@@ -268,13 +264,10 @@ class Run:
                     presets=spec.presets,
                     n=spec.n,
                     ks=spec.k,
-                    key=keys.at(self.setup.root, "eval"),
+                    key=keys.at(self.root, "eval"),
                     max_new_tokens=self.x.rollout.max_new_tokens,
                     out=self.folder,
                     label=f"-{step:06d}",
                 )
         if metrics:
             self.log.write(step, "eval", metrics)
-
-
-__all__ = ["NotFinite", "Run", "open_folder", "train"]

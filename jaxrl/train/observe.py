@@ -30,9 +30,9 @@ from jaxrl.models.logps import token_scores
 from jaxrl.rl.metrics import clip_violations
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Temperature
-from jaxrl.train.collect import Collector, score_rows
+from jaxrl.train.arrays import ArrayStore
+from jaxrl.train.collect import Collector, in_passes, score_rows
 from jaxrl.train.experiment import Experiment
-from jaxrl.train.record import ArrayStore
 from jaxrl.train.setup import Setup
 from jaxrl.types import Batch, Kernel, Probe, Rows, Term, TrainState
 
@@ -86,11 +86,7 @@ def scored(
     model: Decoder, rows: Rows, temperature: float, at_once: int | None
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probabilities and entropies of ``[N L]`` rows, ``at_once`` rows a pass."""
-    n = rows.tokens.shape[0]
-    size = min(at_once or n, n)
-    index = [np.minimum(np.arange(i, i + size), n - 1) for i in range(0, n, size)]
-    parts = [_score(model, rows[i], jnp.float32(temperature)) for i in index]
-    return tuple(jnp.concatenate(x)[:n] for x in zip(*parts, strict=True))  # type: ignore[return-value]
+    return in_passes(_score, model, rows, temperature, at_once)
 
 
 class KernelPair(NamedTuple):
@@ -109,16 +105,21 @@ def _difference(after: Any, before: Any) -> Any:
 
 
 class Observer:
-    """Follows one run's probe. ``before`` and ``after`` frame the updates of a step."""
+    """Follows one run's probe. ``before`` and ``after`` frame the updates of a step.
+
+    The base model is needed to begin with and not held on to.
+    """
 
     def __init__(
         self, experiment: Experiment, setup: Setup, collector: Collector, folder: pathlib.Path, arrays: ArrayStore
     ) -> None:
-        self.x, self.setup, self.collector, self.arrays = experiment, setup, collector, arrays
-        self.probe = self._probe(folder / "probe.npz")
+        self.x, self.task, self.root, self.arrays = experiment, setup.task, setup.root, arrays
         self.at_once = experiment.optimiser.microbatch
-        rows = jax.tree.map(jnp.asarray, self.probe.rows)
-        self.rows: Rows = rows
+        path = folder / "probe.npz"
+        if not path.exists():
+            save_probe(path, sampled_probe(experiment, setup, collector))
+        self.probe = load_probe(path)
+        self.rows: Rows = collector.place(self.probe.rows)
         self.splits = {name: np.asarray(pool.uid) for name, pool in setup.task.pools.items()}
         self.clip_range = experiment.algorithm.loss.clip_range
         self.base_logps = np.asarray(self._score(setup.base))
@@ -127,7 +128,7 @@ class Observer:
         self.kernel: KernelPair | None = None
         m = len(self.base_logps)
         arrays.require("probe_logp_sum", (experiment.steps + 1, m), "f4")
-        arrays.put("probe_length", np.asarray(rows.response_length(), np.int32))
+        arrays.put("probe_length", np.asarray(self.rows.response_length(), np.int32))
         arrays.write("probe_logp_sum", 0, self.base_logps.sum(-1))
 
     def before(self, step: int, state: TrainState, view: BatchView) -> None:
@@ -145,14 +146,17 @@ class Observer:
         after, _ = scored(state.model, view.batch.rows, view.temperature, view.at_once)
         return view.metrics(after)
 
-    def after(self, step: int, state: TrainState, update_norm: Any) -> list[tuple[str, Any, Finish]]:
-        """Lines to write once their device values have arrived: ``(kind, device values, finish)``."""
+    def after(self, step: int, state: TrainState, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
+        """Lines to write once their device values have arrived: ``(kind, device values, finish)``.
+
+        ``update_norm`` is ``|dtheta|`` of the whole step, None where it is not known.
+        """
         if not self.observes(step):
             return []
         before, after = self.current, self._score(state.model)
         self.current = after if self.observes(step + 1) else None
         values = {"before": before, "after": after, "update_norm": update_norm}
-        in_batch = np.asarray(self.setup.task.pools["train"].take(self.setup.root, step, self.x.rollout.prompts).uid)
+        in_batch = np.asarray(self.task.pools["train"].take(self.root, step, self.x.rollout.prompts).uid)
         lines: list[tuple[str, Any, Finish]] = [("probe", values, partial(self._probe_line, step, in_batch))]
         if self.kept_model is not None:
             direction = _difference(state.model, self.kept_model)
@@ -169,30 +173,6 @@ class Observer:
     def measures(self, step: int) -> bool:
         """Whether gradients are taken at this step."""
         return bool(self.x.influence.every) and step % self.x.influence.every == 0
-
-    def _probe(self, path: pathlib.Path) -> Probe:
-        """The run's fixed probe: read back, or sampled from the base on prompts of every set."""
-        if path.exists():
-            return load_probe(path)
-        spec, task = self.x.probe, self.setup.task
-        drawn = []
-        for name, count in shares(spec.prompts, {n: len(p) for n, p in task.pools.items()}).items():
-            pool = task.pools[name]
-            order = jax.random.permutation(keys.at(self.setup.root, "probe", name), len(pool))
-            prompts = pool.select(np.sort(np.asarray(order)[:count]))
-            rollouts = generate(
-                self.setup.base,
-                prompts,
-                Temperature(value=spec.temperature),
-                n=spec.n,
-                key=keys.at(self.setup.root, "probe"),
-                max_new_tokens=self.x.rollout.max_new_tokens,
-                stop_ids=task.stop_ids,
-            )
-            drawn.append((prompts.uid, rollouts, self.collector.correct(prompts, rollouts)))
-        probe = build_probe(drawn)
-        save_probe(path, probe)
-        return probe
 
     def _score(self, model: Decoder) -> Float[Array, "M L"]:
         return score_rows(model, self.rows, 1.0, self.at_once)
@@ -223,7 +203,7 @@ class Observer:
             before,
             after,
             scopes=scope_masks(self.probe, self.splits, in_batch),
-            update_norm=float(values["update_norm"].value),
+            update_norm=None if values["update_norm"] is None else values["update_norm"].value,
             clip=self.clip_range,
         )
 
@@ -241,6 +221,27 @@ class Observer:
         shape = structure(np.asarray(kernel.probe.values), uid=np.asarray(self.probe.uid)[kernel.probe_rows])
         line = {f"kernel/{name}": value for name, value in shape.items() if not np.isnan(value)}
         return influence_line(measured, predicted, before) | line
+
+
+def sampled_probe(experiment: Experiment, setup: Setup, collector: Collector) -> Probe:
+    """The run's fixed probe: samples of the base on prompts of every set."""
+    spec, task = experiment.probe, setup.task
+    drawn = []
+    for name, count in shares(spec.prompts, {n: len(p) for n, p in task.pools.items()}).items():
+        pool = task.pools[name]
+        order = jax.random.permutation(keys.at(setup.root, "probe", name), len(pool))
+        prompts = pool.select(np.sort(np.asarray(order)[:count]))
+        rollouts = generate(
+            setup.base,
+            collector.place(prompts),
+            Temperature(value=spec.temperature),
+            n=spec.n,
+            key=keys.at(setup.root, "probe"),
+            max_new_tokens=experiment.rollout.max_new_tokens,
+            stop_ids=task.stop_ids,
+        )
+        drawn.append((prompts.uid, rollouts, collector.correct(prompts, rollouts)))
+    return build_probe(drawn)
 
 
 def spread(total: int, count: int) -> np.ndarray:

@@ -13,7 +13,6 @@ import zipfile
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.rewards import Verdict
@@ -35,12 +34,12 @@ def save(folder: pathlib.Path, step: int, collected: Collected) -> None:
 
 
 def load(folder: pathlib.Path, step: int) -> Collected | None:
-    """What ``save`` kept for ``step``; None when there is nothing, or it is of another step."""
+    """What ``save`` kept for ``step``, as host arrays; None when there is nothing to read, or it is of another step."""
     path = folder / FILE
     try:
         with np.load(path) as stored:
             arrays = dict(stored)
-    except (FileNotFoundError, zipfile.BadZipFile):
+    except (FileNotFoundError, zipfile.BadZipFile, ValueError, EOFError):
         return None
     note = json.loads(str(arrays.pop("note")))
     if note["step"] != step:
@@ -65,7 +64,7 @@ def _build(kind: Any, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
     for field in dataclasses.fields(kind):
         name = f"{prefix}{field.name}"
         if name in arrays:
-            values[field.name] = jnp.asarray(arrays[name])
+            values[field.name] = arrays[name]
         elif any(key.startswith(f"{name}.") for key in arrays):
             values[field.name] = _build(NESTED[field.name], arrays, f"{name}.")
     return kind(**values)

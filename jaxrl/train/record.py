@@ -1,7 +1,7 @@
-"""What a run writes while it trains: metric lines, readable rollouts, arrays, JSON files.
+"""What a run writes while it trains: metric lines, readable rollouts, JSON files.
 
 Every file is either appended by whole lines or written to a temporary name and renamed, so a
-killed run leaves nothing half-written that a later one could trip over.
+killed run or a full disk leaves nothing half-written that a later one could trip over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from jaxrl.errors import JaxrlError
 from jaxrl.mean import Mean
@@ -31,14 +30,23 @@ class NotFinite(JaxrlError):
     """A metric became NaN or infinite; the message names the step and the metric."""
 
 
-class MetricLog:
-    """``metrics.jsonl``: one object a step and kind, appended; lines from ``step`` on are cut at resume."""
+class WriteFailed(JaxrlError):
+    """The file system refused a write; the message names the file and the reason."""
 
-    def __init__(self, path: pathlib.Path, resume_step: int | None = None) -> None:
+    @classmethod
+    def of(cls, path: pathlib.Path, error: BaseException) -> WriteFailed:
+        """From what the system said of ``path``."""
+        said = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        return cls(f"{path}: cannot be written: {said}; nothing half-written was left")
+
+
+class MetricLog:
+    """``metrics.jsonl``: one object a step and kind, appended; a run that goes on from ``step`` cuts what it will redo."""
+
+    def __init__(self, path: pathlib.Path, step: int = 0) -> None:
         self.path = path
         if path.exists():
-            lines = [] if resume_step is None else _whole_lines(path)
-            kept = [line for line in lines if resume_step is not None and _before(json.loads(line), resume_step)]
+            kept = [line for line in _whole_lines(path) if _before(json.loads(line), step)]
             write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,8 +59,7 @@ class MetricLog:
             line |= _entries(name, value)
         bad = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         finite = {k: v for k, v in line.items() if k not in bad}
-        with self.path.open("a") as file:
-            file.write(json.dumps(finite | ({"not_finite": bad} if bad else {})) + "\n")
+        append(self.path, json.dumps(finite | ({"not_finite": bad} if bad else {})) + "\n")
         if bad:
             raise NotFinite(
                 f"step {step}: {', '.join(bad)} of the {kind} metrics is not finite; the run stopped and its last "
@@ -60,16 +67,16 @@ class MetricLog:
             )
         return finite
 
-    def last(self, name: str, before: int) -> int:
-        """The latest stored value of a counter at a step below ``before``; 0 when there is none."""
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind, in order."""
         if not self.path.exists():
-            return 0
-        lines = [json.loads(line) for line in _whole_lines(self.path)]
-        return max((int(line[name]) for line in lines if name in line and line["step"] < before), default=0)
+            return []
+        lines = (json.loads(line) for line in _whole_lines(self.path))
+        return [line for line in lines if line["kind"] == kind]
 
 
-def environment(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """What else explains a run: versions, commit, command line, devices, and what loading the data noted."""
+def environment() -> dict[str, Any]:
+    """What else explains a run: versions, commit, command line, devices."""
     import jax
 
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy", "math-verify")
@@ -79,7 +86,6 @@ def environment(notes: Mapping[str, Any]) -> dict[str, Any]:
         "command": sys.argv,
         "devices": [f"{d.platform} {d.device_kind}" for d in jax.devices()],
         "processes": process_count(),
-        "data": dict(notes),
     }
 
 
@@ -115,8 +121,12 @@ def _entries(name: str, value: Any) -> dict[str, Any]:
 
 
 def _before(line: Mapping[str, Any], step: int) -> bool:
-    """Evaluations at step s describe the state before step s, so they stay; they were made at its checkpoint."""
-    return line["step"] < step or (line["kind"] == "eval" and line["step"] <= step)
+    """Whether a run that goes on from ``step`` keeps this line.
+
+    An evaluation at step s is of the state before step s, and is written before that state is stored: with a
+    checkpoint of step s it stands. A start from step 0 has no checkpoint and evaluates again.
+    """
+    return line["step"] < step or (line["kind"] == "eval" and line["step"] == step > 0)
 
 
 def _whole_lines(path: pathlib.Path) -> list[str]:
@@ -125,67 +135,38 @@ def _whole_lines(path: pathlib.Path) -> list[str]:
     return text.split("\n")[:-1] if text else []
 
 
-class ArrayStore:
-    """``arrays.zarr``: named arrays through tensorstore. Floating arrays are NaN where nothing was written."""
-
-    def __init__(self, root: pathlib.Path) -> None:
-        self.root = root
-        self.open: dict[str, ts.TensorStore] = {}
-
-    def require(self, name: str, shape: tuple[int, ...], dtype: str) -> ts.TensorStore:
-        """Open an array, creating or growing it to ``shape``; one chunk a leading index."""
-        if name in self.open:
-            return self.open[name]
-        spec: dict[str, Any] = {
-            "driver": "zarr",
-            "kvstore": {"driver": "file", "path": str(self.root / name) + "/"},
-        }
-        if (self.root / name / ".zarray").exists():
-            store = ts.open(spec, open=True).result()
-            if store.shape[0] < shape[0]:
-                store = store.resize(exclusive_max=list(shape), expand_only=True).result()
-        else:
-            kind = np.dtype(dtype)
-            spec["metadata"] = {
-                "shape": list(shape),
-                "chunks": [1, *shape[1:]] if len(shape) > 1 else list(shape),
-                "dtype": kind.str,
-                "fill_value": "NaN" if kind.kind == "f" else False if kind.kind == "b" else 0,
-            }
-            store = ts.open(spec, create=True, delete_existing=True).result()
-        self.open[name] = store
-        return store
-
-    def write(self, name: str, index: int, value: Any) -> None:
-        """Store row ``index`` of an array that ``require`` opened."""
-        self.open[name][index].write(np.asarray(value)).result()
-
-    def put(self, name: str, value: Any, attributes: Mapping[str, Any] | None = None) -> None:
-        """Store one whole array, with attributes beside it (``.zattrs``)."""
-        value = np.asarray(value)
-        self.open.pop(name, None)
-        self.require(name, value.shape, value.dtype.str).write(value).result()
-        if attributes:
-            write_json(self.root / name / ".zattrs", dict(attributes))
-
-    def read(self, name: str) -> np.ndarray:
-        """A whole array as numpy."""
-        if name not in self.open:
-            spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.root / name) + "/"}}
-            self.open[name] = ts.open(spec, open=True).result()
-        return self.open[name].read().result()
-
-
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary name to write to; it takes the name ``path`` when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A temporary name to write to; it takes the name ``path`` when the block ends well.
+
+    Raises ``WriteFailed`` when the file system refuses; then ``path`` is as it was.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         temporary.replace(path)
+    except OSError as error:
+        raise WriteFailed.of(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def append(path: pathlib.Path, text: str) -> None:
+    """Add whole lines to a file, or leave it as it was and raise ``WriteFailed``."""
+    data = text.encode()
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise WriteFailed.of(path, error) from error
 
 
 def write_text(path: pathlib.Path, text: str) -> None:

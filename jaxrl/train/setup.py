@@ -5,10 +5,12 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Key
@@ -16,11 +18,12 @@ from jaxtyping import Array, Key
 from jaxrl import keys
 from jaxrl.errors import UsageError
 from jaxrl.evaluation.exact import gates, require_gates
-from jaxrl.mesh import make_mesh, shard_tree, state_shardings
+from jaxrl.mesh import make_mesh, replicated, shard_tree, state_shardings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, init_model, param_axes, with_config
 from jaxrl.models.hf import load_model, save_model
-from jaxrl.rl.optimiser import make_optimiser
+from jaxrl.rl.optimiser import Optimiser, make_optimiser
+from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.supervised import train_base
 from jaxrl.train.tasks import Msa0Task, Task, base_seed, make_task
@@ -29,7 +32,10 @@ from jaxrl.types import TrainState
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run starts from. ``base`` is the model at step 0; ``reference`` it again where a piece needs it."""
+    """What a run starts from. ``base`` is the model at step 0; ``reference`` it again where a piece needs it.
+
+    A run releases ``base`` once its own state and its probe are made of it.
+    """
 
     task: Task
     mesh: Mesh
@@ -46,42 +52,88 @@ class Setup:
         place = state_shardings(self.mesh, like, model, shardings)
         with jax.numpy_dtype_promotion("standard"):
             opt_state = jax.jit(self.tx.init, out_shardings=place)(model)
-        key = jax.random.wrap_key_data(jnp.copy(jax.random.key_data(self.root)))  # donated with the state
-        return TrainState(jnp.zeros((), jnp.int32), model, opt_state, key)
+        key = jax.random.wrap_key_data(self.everywhere(jax.random.key_data(self.root)))
+        return TrainState(self.count(0), model, opt_state, key)
+
+    def count(self, step: int) -> Array:
+        """A step counter where the parameters are, so that a restored state and a running one are placed alike."""
+        return self.everywhere(np.int32(step))
+
+    def everywhere(self, value: Any) -> Array:
+        """A small array, held whole by every device."""
+        return jax.device_put(np.asarray(value), replicated(self.mesh))
 
 
-def set_up(
-    experiment: Experiment, out: pathlib.Path | None = None, base: Decoder | None = None, *, gate: bool = True
-) -> Setup:
-    """Build everything that a run needs.
+def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decoder | None = None) -> Setup:
+    """Build everything that a run needs, and refuse what could only fail later.
 
     A base that is trained or initialised here is kept in ``out/base`` as a Hugging Face folder and read back
-    from there on resume. ``base`` is one that the caller already has. Raises ``GateFailed`` when the MSA-0 base
-    may not be used.
+    from there when the run is opened again. ``base`` is one that the caller already has.
+
+    Raises ``GateFailed`` when the MSA-0 base may not be used, and ``UsageError`` when devices, tokenizer, prompts
+    or lengths do not fit the experiment.
     """
     root = keys.root(experiment.seed)
+    temperature_of(experiment.rollout.strategy)
     mesh = make_mesh(experiment.mesh.data, experiment.mesh.fsdp, experiment.mesh.tensor)
     task = make_task(experiment, root)
-    stored = None if out is None else out / "base"
-    if base is None and stored is not None and (stored / "config.json").exists():
-        base = load_model(stored)
-    base = base or make_base(experiment, task, root)
-    if gate and isinstance(task, Msa0Task):
-        require_gates(gates(base, task.task, key=root))
-    if stored is not None and experiment.model.path is None and not (stored / "config.json").exists():
-        save_model(base, stored)
-    base = place(base, experiment.model, task, mesh)
+    try:
+        base = place(_base(experiment, task, mesh, root, out, base), experiment.model, task, mesh)
+        check_fit(experiment, task, base.config)
+    except BaseException:
+        task.close()
+        raise
     needs = experiment.algorithm.needs & {"reference_model", "ref_logps", "base_samples"}
-    tx = make_optimiser(experiment.optimiser, total=total_updates(experiment))
+    tx = cached_optimiser(experiment.optimiser, total_updates(experiment))
     return Setup(task, mesh, root, base, base if needs else None, tx)
 
 
-def make_base(experiment: Experiment, task: Task, root: Key[Array, ""]) -> Decoder:
+@cache
+def cached_optimiser(spec: Optimiser, total: int) -> optax.GradientTransformation:
+    """One object for one setting: it is static under jit, so runs of one process share their programs."""
+    return make_optimiser(spec, total=total)
+
+
+def _base(
+    experiment: Experiment,
+    task: Task,
+    mesh: Mesh,
+    root: Key[Array, ""],
+    out: pathlib.Path | None,
+    given: Decoder | None,
+) -> Decoder:
+    """The base model: the caller's, the one that this run kept, or a new one that passes its task's gates."""
+    stored = None if out is None or experiment.model.path is not None else out / "base"
+    held = stored is not None and (stored / "config.json").exists()
+    if given is None and held:
+        return load_model(stored, dtype=experiment.model.dtype, mesh=mesh)
+    base = make_base(experiment, mesh, root) if given is None else given
+    if experiment.model.base is not None and isinstance(task, Msa0Task):
+        require_gates(gates(base, task.task, key=root))
+    if stored is not None and not held:
+        save_model(base, stored)
+    return base
+
+
+def check_fit(experiment: Experiment, task: Task, config: ModelConfig) -> None:
+    """Raise ``UsageError`` when a step asks for more prompts than there are, or for more tokens than the context holds."""
+    pool, rollout = task.pools["train"], experiment.rollout
+    if rollout.prompts > len(pool):
+        raise UsageError(f"rollout.prompts: {rollout.prompts} prompts a step, but the training set has {len(pool)}")
+    longest = max(len(tokens) for pool in task.pools.values() for tokens in pool.tokens)
+    if longest + rollout.max_new_tokens > config.max_positions:
+        raise UsageError(
+            f"rollout.max_new_tokens: the longest prompt has {longest} tokens, which with {rollout.max_new_tokens} new "
+            f"ones exceeds the model's context of {config.max_positions}; lower it, or task.max_prompt"
+        )
+
+
+def make_base(experiment: Experiment, mesh: Mesh, root: Key[Array, ""]) -> Decoder:
     """The base model: trained by the task, read from a folder or hub id, or random."""
     spec = experiment.model
     choices: dict[str, tuple[Any, Callable[[], Decoder]]] = {
         "base": (spec.base, lambda: train_base(base_seed(experiment))),
-        "path": (spec.path, lambda: load_model(str(spec.path))),
+        "path": (spec.path, lambda: load_model(str(spec.path), dtype=spec.dtype, mesh=mesh)),
         "init": (spec.init, lambda: init_model(_config(spec), keys.at(root, "init"))),
     }
     given = [name for name, (value, _) in choices.items() if value is not None]
