@@ -123,10 +123,11 @@ class Run:
         collected = self.collect(step)
         graded = collected.graded
         minibatches = _prepare(self.x.algorithm, graded)
-        view = BatchView.of(self.state.model, minibatches, self.collector.temperature, self.x.optimiser.microbatch)
+        scorer = self.state.model if self.observer.observes(step) else None
+        view = BatchView.of(scorer, minibatches, self.collector.temperature, self.x.optimiser.microbatch)
         self.observer.before(step, self.state, view)
         metrics, updates = self.update(graded, minibatches)
-        metrics |= self.observer.after_batch(self.state, view)
+        metrics |= view.metrics(self.state.model)
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         metrics |= self.describe(collected)
         self.updates += updates

@@ -41,27 +41,36 @@ Finish = Callable[[Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class BatchView:
-    """The policy term's rows of one step, all mini-batches together, and their log-probs before it."""
+    """The policy term's rows of one step, all mini-batches together, and their log-probs before it.
+
+    ``before`` and ``entropy`` are None on steps that are not observed, which saves two forward passes.
+    """
 
     batch: Batch
     clip_range: tuple[float, float]
     temperature: float
     at_once: int | None
-    before: Float[Array, "N L"]
-    entropy: Float[Array, "N L"]
+    before: Float[Array, "N L"] | None
+    entropy: Float[Array, "N L"] | None
 
     @classmethod
     def of(
-        cls, model: Decoder, minibatches: tuple[tuple[Term, ...], ...], temperature: float, at_once: int | None
+        cls, model: Decoder | None, minibatches: tuple[tuple[Term, ...], ...], temperature: float, at_once: int | None
     ) -> BatchView:
-        """Join the mini-batches' first terms and score them with ``model``."""
+        """Join the mini-batches' first terms and score them with ``model``, if one is given."""
         policy = [terms[0] for terms in minibatches]
         batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
-        before, entropy = scored(model, batch.rows, temperature, at_once)
+        before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once)
         return cls(batch, policy[0].loss.clip_range, temperature, at_once, before, entropy)
 
-    def metrics(self, after: Float[Array, "N L"]) -> dict[str, Mean]:
-        """Clip violations (A23 a, b) before and after the step, and the sampled policy's entropy (A18)."""
+    def metrics(self, model: Decoder) -> dict[str, Mean]:
+        """Clip violations (A23 a, b) before and after the step, and the sampled policy's entropy (A18).
+
+        ``model`` is the policy after all updates of the step.
+        """
+        if self.before is None:
+            return {}
+        after, _ = scored(model, self.batch.rows, self.temperature, self.at_once)
         return _batch_metrics(self.batch, self.before, after, self.entropy, *self.clip_range)
 
 
@@ -140,11 +149,6 @@ class Observer:
         if self.measures(step):
             self.kept_model = jax.tree.map(jnp.copy, state.model)
             self.kernel = self._kernel(state.model, view)
-
-    def after_batch(self, state: TrainState, view: BatchView) -> dict[str, Mean]:
-        """Metrics of the step's own rows after all its updates."""
-        after, _ = scored(state.model, view.batch.rows, view.temperature, view.at_once)
-        return view.metrics(after)
 
     def after(self, step: int, state: TrainState, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
         """Lines to write once their device values have arrived: ``(kind, device values, finish)``.
