@@ -66,7 +66,7 @@ def test_the_training_example_runs_and_records_what_the_readme_names(workplace):
         assert named, kind
         assert named <= recorded[kind], (kind, named - recorded[kind])
     folder = names["run"]
-    for name in ("config.json", "probe.npz", "rollouts", "arrays.zarr", "eval", "checkpoints"):
+    for name in ("config.json", "summary.json", "probe.npz", "rollouts", "arrays.zarr", "eval", "checkpoints"):
         assert (folder / name).exists()
         assert f"`{name}" in README
 
