@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrl import keys
 from jaxrl.models.decoder import Decoder, hidden, logits
-from jaxrl.sampling.strategies import Greedy, Strategy, uniforms
+from jaxrl.sampling.strategies import Greedy, Strategy
 from jaxrl.types import Rollouts
 
 LOGP_TOLERANCE = 1e-5  # nats
@@ -39,17 +39,25 @@ def _next_logits(model: Decoder, tokens: jax.Array, at: jax.Array) -> jax.Array:
     return logits(model, hidden(model, tokens)[:, at])
 
 
-def margin(strategy: Strategy, scores: jax.Array, key: jax.Array) -> float:
+def margin(strategy: Strategy, scores: jax.Array, uniform: float) -> float:
     """How far a draw is from falling otherwise, as a multiple of what the clause calls a near-tie."""
     if isinstance(strategy, Greedy):
         low, high = np.sort(np.asarray(scores[0]))[-2:]
         return float(high - low) / GAP_TOLERANCE
     edges = np.cumsum(np.asarray(jax.nn.softmax(strategy.process(scores)))[0].astype(np.float64))[:-1]
-    return float(np.abs(edges - float(uniforms(key[None], scores.dtype)[0])).min()) / EDGE_TOLERANCE
+    return float(np.abs(edges - uniform).min()) / EDGE_TOLERANCE
 
 
 def assert_same_up_to_near_ties(
-    model: Decoder, strategy: Strategy, a: Rollouts, b: Rollouts, *, key: jax.Array, uids: list[int], step: int = 0
+    model: Decoder,
+    strategy: Strategy,
+    a: Rollouts,
+    b: Rollouts,
+    *,
+    key: jax.Array,
+    uids: list[int],
+    step: int = 0,
+    first: int = 0,
 ) -> float:
     """Check the clause for every row of ``a`` and ``b`` (same prompts and samples); the share of identical rows."""
     assert a.stop.shape == b.stop.shape
@@ -66,7 +74,8 @@ def assert_same_up_to_near_ties(
             same += 1
             continue
         prefix = np.asarray(a.rows.tokens[p, g, : int(a.rows.start[p, g]) + end])
-        token_key = jax.random.fold_in(keys.at(key, "rollout", step, uids[p], g), int(end))
-        far = margin(strategy, next_logits(model, prefix), token_key)
+        row_key = keys.at(key, "rollout", step, uids[p], first + g)
+        uniform = jax.random.uniform(jax.random.fold_in(row_key, int(end)), (), logps_a.dtype)
+        far = margin(strategy, next_logits(model, prefix), float(uniform))
         assert far <= 1, f"row {p, g} differs at token {end}, which is no near-tie: {far:.3g} tolerances away"
     return same / a.stop.size

@@ -12,7 +12,7 @@ from near_ties import assert_same_up_to_near_ties, next_logits, response
 
 from jaxrl import keys
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import cast, hidden, init_model, logits, param_axes, with_config
+from jaxrl.models.decoder import hidden, init_model, logits, param_axes, with_config
 from jaxrl.models.logps import token_logps
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
@@ -21,12 +21,12 @@ from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts
 # every feature that could tell positions or slots apart: windows, grouped heads, q/k norm, a vocabulary limit
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=40, vocab_limit=37, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, qkv_bias=True, qk_norm=True, windows=(None, 4), max_positions=64, init_std=0.25,
+    num_kv_heads=2, head_dim=8, qkv_bias=True, qk_norm=True, windows=(None, 4), max_positions=14, init_std=0.25,
 )  # fmt: skip
 PROMPTS = [[5, 3, 8], [1], [7, 7, 2, 9, 11, 4], [30, 2]]
 UIDS = [4, 17, 0, 9]
 STOPS = (0, 6, 9)
-NEW = 8
+NEW = 8  # the longest prompt and its response just fit the context
 STRATEGIES = [Greedy(), Temperature(value=1.0), Temperature(value=0.7), TopK(k=5, temperature=1.3), TopP(p=0.8)]
 HOT = Temperature(value=5.0)  # so hot that every id turns up
 KEY = keys.root(7)
@@ -38,8 +38,9 @@ def model():
 
 
 @pytest.fixture
-def double(x64):
-    return cast(init_model(CONFIG, keys.root(1)), jnp.float64)
+def double(x64, model):
+    """The same parameters in double precision."""
+    return with_config(jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), model), dtype="float64")
 
 
 @contextlib.contextmanager
@@ -109,24 +110,27 @@ def test_no_cache_survives_a_weight_change(model):
 # ---- across shapes
 
 
+def one_by_one(model, strategy):
+    """The same samples, and two more a prompt, from calls of one prompt in wider padding."""
+    calls = [sample(model, padded([p], 11, [u]), strategy, n=5) for p, u in zip(PROMPTS, UIDS, strict=True)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *calls)
+
+
 def check_across_shapes(model, strategy):
-    """Against more padding with more samples, and against one prompt a call; the shares of identical rows."""
+    """The share of rows that do not depend on the shape of the call at all."""
     base = sample(model, None, strategy)
-    more = sample(model, padded(PROMPTS, 11), strategy, n=5)
-    more = jax.tree.map(lambda x: x[:, :3], more)
-    alone = [sample(model, padded([p], uids=[u]), strategy) for p, u in zip(PROMPTS, UIDS, strict=True)]
-    alone = jax.tree.map(lambda *x: jnp.concatenate(x), *alone)
-    return [assert_same_up_to_near_ties(model, strategy, base, x, key=KEY, uids=UIDS) for x in (more, alone)]
+    other = jax.tree.map(lambda x: x[:, :3], one_by_one(model, strategy))
+    return assert_same_up_to_near_ties(model, strategy, base, other, key=KEY, uids=UIDS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2], ids=str)
-def test_across_shapes_rows_agree_up_to_near_ties(model, strategy):
-    assert min(check_across_shapes(model, strategy)) >= 0.9  # near-ties are rare
+def test_with_other_padding_prompts_and_samples_rows_agree_up_to_near_ties(model, strategy):
+    assert check_across_shapes(model, strategy) >= 0.9  # near-ties are rare
 
 
 @pytest.mark.x64
-def test_across_shapes_tokens_are_equal_in_double_precision(x64, double):
-    assert check_across_shapes(double, Temperature()) == [1, 1]
+def test_with_other_padding_prompts_and_samples_tokens_are_equal_in_double_precision(x64, double):
+    assert check_across_shapes(double, Temperature()) == 1
 
 
 def on_mesh(model, prompts, shape):
@@ -154,12 +158,12 @@ def check_across_meshes(model, meshes):
 
 
 def test_on_one_two_and_four_devices_rows_agree_up_to_near_ties(model):
-    assert min(check_across_meshes(model, [(2, 1, 1), (1, 2, 2)])) >= 0.9
+    assert min(check_across_meshes(model, [(1, 2, 1), (1, 2, 2)])) >= 0.9
 
 
 @pytest.mark.x64
-def test_on_one_two_and_four_devices_tokens_are_equal_in_double_precision(x64, double):
-    assert list(check_across_meshes(double, [(1, 2, 1), (2, 2, 1)])) == [1, 1]
+def test_on_one_and_four_devices_tokens_are_equal_in_double_precision(x64, double):
+    assert list(check_across_meshes(double, [(2, 2, 1)])) == [1]
 
 
 def test_the_near_tie_check_rejects_what_is_no_near_tie(model):
@@ -204,10 +208,10 @@ def oracle(model, prompt, strategy, row_key, max_new):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("max_new", [1, 2, NEW])
+@pytest.mark.parametrize("max_new", [1, NEW])
 def test_generation_equals_a_plain_loop_of_full_forward_passes(x64, double, max_new):
     reasons = set()
-    for strategy in STRATEGIES if max_new == NEW else STRATEGIES[1:2]:
+    for strategy in (Temperature(), TopP(p=0.8)) if max_new == NEW else (Temperature(),):
         out = sample(double, None, strategy, max_new_tokens=max_new, step=3)
         for (p, g), stop in np.ndenumerate(np.asarray(out.stop)):
             row_key = keys.at(KEY, "rollout", 3, UIDS[p], g)
@@ -251,17 +255,17 @@ def test_truncated_log_probs_are_of_the_truncated_distribution(model, strategy):
 
 
 def test_ids_above_the_tokenizers_size_are_never_sampled(model):
-    no_stop = sample(with_config(model, vocab_limit=8), strategy=HOT, n=10, stop_ids=(37, 38, 39))
-    response = np.asarray(no_stop.rows.tokens)[np.asarray(no_stop.rows.mask())]
+    """Even very hot, when each of the others turns up; and asking to stop at one changes nothing."""
+    out = sample(model, None, HOT, n=10, stop_ids=(37, 38, 39))
+    response = np.asarray(out.rows.tokens)[np.asarray(out.rows.mask())]
     assert response.size == 4 * 10 * NEW
-    assert set(response.tolist()) == set(range(8))
-    assert np.isfinite(no_stop.logps).all()
+    assert set(response.tolist()) == set(range(37))
+    assert np.isfinite(out.logps).all()
 
 
 def test_half_precision_compute_still_returns_single_precision_log_probs(model):
-    out = sample(with_config(model, dtype="bfloat16"))
+    out = jax.eval_shape(sample, with_config(model, dtype="bfloat16"))
     assert out.logps.dtype == jnp.float32
-    assert np.isfinite(out.logps).all()
 
 
 # ---- ends
@@ -306,12 +310,11 @@ def test_an_end_id_that_is_also_padding_or_in_the_prompt_counts_where_it_was_sam
 # ---- keys
 
 
-def test_later_samples_continue_one_larger_call(model):
-    """Samples 3 to 5 of a call of six are those of a later call of three, up to near-ties of the other shape."""
-    whole = sample(model, n=6)
-    parts = [sample(model, first=first) for first in (0, 3)]
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
-    assert assert_same_up_to_near_ties(model, Temperature(), whole, joined, key=KEY, uids=UIDS) >= 0.9
+def test_later_samples_continue_those_of_a_larger_call(model):
+    whole, later = one_by_one(model, Temperature()), sample(model, first=3)
+    cut = jax.tree.map(lambda x: x[:, 3:], whole), jax.tree.map(lambda x: x[:, :2], later)
+    share = assert_same_up_to_near_ties(model, Temperature(), *cut, key=KEY, uids=UIDS, first=3)
+    assert share >= 0.8  # of eight rows
 
 
 def test_at_fixed_shapes_a_sample_is_the_same_in_any_call_that_holds_it(model):
@@ -349,7 +352,7 @@ def test_new_prompts_steps_keys_and_samples_of_one_shape_compile_nothing(model):
         jax.block_until_ready(sample(model, padded(PROMPTS[::-1]), step=6, stop_ids=(1, 2, 3)))
     assert not compiled
     with count_compiles() as compiled:
-        jax.block_until_ready(sample(model, n=2))
+        jax.jit(lambda x: x * 3)(1.0)
     assert compiled  # the counter counts
 
 
@@ -371,10 +374,7 @@ def test_new_prompts_steps_keys_and_samples_of_one_shape_compile_nothing(model):
         ({"stop_ids": (3, 40)}, r"stop_ids: id 40 is outside the vocabulary of 40"),
         ({"prompts": [[1, 41], [2]]}, r"prompts: id 41 is outside the vocabulary of 40; is this the model's own tok"),
         ({"prompts": [[1], [-2]]}, r"prompts: id -2 is outside the vocabulary"),
-        (
-            {"prompts": [[1], [2] * 57]},
-            r"prompt 1 has 57 tokens and max_new_tokens is 8, beyond the model's context of 64",
-        ),
+        ({"prompts": [[1], [2] * 7]}, r"prompt 1 has 7 tokens and max_new_tokens is 8, beyond .* context of 14"),
         ({"uids": [1]}, r"uids: 1 given for 4 prompts"),
         ({"uids": [1, 2, 3, 2**31]}, r"uids: expected integers from 0 to 2147483647, got 1\.\.2147483648"),
     ],
@@ -383,8 +383,3 @@ def test_new_prompts_steps_keys_and_samples_of_one_shape_compile_nothing(model):
 def test_bad_input_says_what_was_expected(model, changes, message):
     with pytest.raises(ValueError, match=message):
         sample(model, **changes)
-
-
-def test_a_prompt_that_just_fits_the_context_is_sampled(model):
-    out = sample(model, [[2] * 56], n=1, stop_ids=(39,))
-    assert out.rows.length.tolist() == [[64]]

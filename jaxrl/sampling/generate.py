@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxrl import keys
 from jaxrl.models.decoder import Cache, Decoder, extend, init_cache, logits
 from jaxrl.sampling.strategies import Strategy
-from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts, Rows
+from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts, Rows, wide
 
 UID_LIMIT = 2**31  # uids are i32 on the device
 
@@ -58,8 +57,10 @@ def generate(
     prompts = as_prompts(prompts, uids)
     _check(model, prompts, n, max_new_tokens, stop_ids)
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
-    sample = (key, np.int32(step), np.int32(first))
-    return _generate(model, _on_device(prompts), sample, stops, strategy=strategy, n=n, max_new=max_new_tokens)
+    prompts = _on_device(prompts)
+    dtype = wide(model.config.dtype, model.embed.dtype)
+    numbers = uniforms(key, prompts.uid, np.int32(step), np.int32(first), n=n, count=max_new_tokens, dtype=dtype)
+    return _generate(model, prompts, numbers, stops, strategy=strategy)
 
 
 def compile_generate(
@@ -137,26 +138,41 @@ def _check(model: Decoder, prompts: Prompts, n: int, max_new: int, stop_ids: Seq
         )
 
 
-@partial(jax.jit, static_argnames=("strategy", "n", "max_new"))
-def _generate(
-    model: Decoder,
-    prompts: Prompts,
-    sample: tuple[Key[Array, ""], Int[Array, ""], Int[Array, ""]],
-    stops: Int[Array, " K"],
+@partial(jax.jit, static_argnames=("n", "count", "dtype"))
+def uniforms(
+    key: Key[Array, ""],
+    uid: Int[Array, " P"],
+    step: int | Array = 0,
+    first: int | Array = 0,
     *,
-    strategy: Strategy,
     n: int,
-    max_new: int,
+    count: int,
+    dtype: Any,
+) -> Float[Array, "P n T"]:
+    """The numbers in [0, 1) that draw tokens 0..count-1 of samples ``first .. first+n-1`` of each prompt.
+
+    A program of its own, so that models and strategies of one shape share its compilation.
+    """
+    row_keys = keys.per_row(keys.at(key, "rollout", step), uid, n, first)
+
+    def one(key: Key[Array, ""], t: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, t), (), dtype)
+
+    token = jax.vmap(one, (None, 0))
+    return jax.vmap(jax.vmap(token, (0, None)), (0, None))(row_keys, jnp.arange(count, dtype=jnp.int32))
+
+
+@partial(jax.jit, static_argnames="strategy")
+def _generate(
+    model: Decoder, prompts: Prompts, uniform: Float[Array, "P n T"], stops: Int[Array, " K"], *, strategy: Strategy
 ) -> Rollouts:
-    """``sample`` holds the root key, the step and the index of the first sample."""
-    key, step, first = sample
-    row_keys = keys.per_row(keys.at(key, "rollout", step), prompts.uid, n, first)
+    n, max_new = uniform.shape[1:]
     first_logits, cache = _prefill(model, prompts, max_new - 1)
     rows = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), (prompts.tokens, prompts.length, first_logits))
     tokens, start, first_logits = rows
     cache = jax.tree.map(lambda x: jnp.repeat(x, n, axis=1), cache)
     prompt = _Prompt(cache, first_logits, start, prompts.tokens.shape[1])
-    out = _decode(model, prompt, row_keys.reshape(-1), stops, strategy, max_new)
+    out = _decode(model, prompt, uniform.reshape(-1, max_new), stops, strategy)
     stop = jnp.where(out.done, STOP_EOS, STOP_LENGTH).astype(jnp.int32)
     rollouts = Rollouts(*_assemble(tokens, start, out), stop)
     return jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]), rollouts)
@@ -197,19 +213,17 @@ def _prefill(model: Decoder, prompts: Prompts, room: int) -> tuple[Float[Array, 
 def _decode(
     model: Decoder,
     prompt: _Prompt,
-    row_keys: Key[Array, " N"],
+    uniform: Float[Array, "N T"],
     stops: Int[Array, " K"],
     strategy: Strategy,
-    max_new: int,
 ) -> _Decoded:
-    """Sample until every row has stopped or holds ``max_new`` tokens."""
-    rows = prompt.length.shape[0]
+    """Sample until every row has stopped or holds T tokens."""
+    rows, max_new = uniform.shape
     slot = jnp.arange(prompt.width + max_new - 1, dtype=jnp.int32)
     valid = slot[None, :] >= (prompt.width - prompt.length)[:, None]
 
     def draw(s: _Decoded) -> _Decoded:
-        step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, s.t)
-        token, logp = strategy(s.logits, step_keys)
+        token, logp = strategy(s.logits, jax.lax.dynamic_index_in_dim(uniform, s.t, axis=1, keepdims=False))
         token, logp = (jnp.where(s.done, jnp.zeros((), x.dtype), x) for x in (token, logp))
         at = (jnp.int32(0), s.t)
         return s._replace(

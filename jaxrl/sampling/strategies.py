@@ -1,21 +1,20 @@
 """How the next token is drawn from logits.
 
-A strategy is a frozen dataclass: ``strategy(logits f32[B V], keys [B]) -> (token i32[B],
-logp f32[B])``. ``logp`` is the log-probability (nats) under the distribution actually sampled,
-after temperature and truncation. Every draw is an inverse-CDF look-up of one uniform number a
-row, so a row's token depends on its own logits and key alone. ``strategy.process(logits)`` are the
-logits of that distribution, minus infinity off its support.
+A strategy is a frozen dataclass: ``strategy(logits f32[B V], uniform f32[B]) -> (token i32[B],
+logp f32[B])``, the second argument being one number in [0, 1) a row. ``logp`` is the
+log-probability (nats) under the distribution actually sampled, after temperature and truncation.
+Every draw is an inverse-CDF look-up, so a row's token depends on its own logits and number alone.
+``strategy.process(logits)`` are the logits of the distribution, minus infinity off its support.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 BLOCK = 128  # ids whose mass is summed together before one of them is looked up
 
@@ -24,7 +23,7 @@ BLOCK = 128  # ids whose mass is summed together before one of them is looked up
 class Greedy:
     """The most likely token; ties go to the lowest id. ``logp`` is under the untempered model."""
 
-    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
+    def __call__(self, logits: Float[Array, "B V"], uniform: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return token, -jax.nn.logsumexp(logits - jnp.max(logits, axis=-1, keepdims=True), axis=-1)
 
@@ -35,8 +34,8 @@ class _Sampled:
     def process(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         raise NotImplementedError
 
-    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
-        return inverse_cdf(self.process(logits), uniforms(keys, logits.dtype))
+    def __call__(self, logits: Float[Array, "B V"], uniform: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
+        return inverse_cdf(self.process(logits), uniform)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +119,6 @@ def nucleus_edge(probs: Float[Array, "B V"], p: float) -> Float[Array, " B"]:
     span = (jnp.zeros(probs.shape[0], bits), jnp.max(as_bits, axis=-1) + 1)
     low, _ = jax.lax.fori_loop(0, jnp.iinfo(bits).bits - 1, halve, span)
     return jax.lax.bitcast_convert_type(low, probs.dtype)
-
-
-def uniforms(keys: Key[Array, " B"], dtype: Any) -> Float[Array, " B"]:
-    """One number in [0, 1) a key."""
-    return jax.vmap(lambda k: jax.random.uniform(k, (), dtype))(keys)
 
 
 def inverse_cdf(
