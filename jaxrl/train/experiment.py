@@ -108,7 +108,7 @@ class InfluenceSpec:
 
     every: int = 20
     rows: int = 32
-    method: Literal["auto", "reference", "columns", "chunked", "streamed", "ghost"] = "auto"
+    method: Literal["auto", "reference", "columns"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
