@@ -1,5 +1,7 @@
 """A small decoder in double precision with rows of several prompts, for the influence tests."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpy as np
 from jaxrl.influence.gradients import one_gradient, row_weights, scores
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, cast, init_model
+from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows
 
 VOCAB = 12
@@ -18,7 +21,15 @@ def small_model(seed: int = 0, dtype: str = "float64", **changes) -> Decoder:
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
         init_std=0.25, **changes,
     )  # fmt: skip
-    return cast(init_model(config, jax.random.key(seed)), dtype)
+    return _init(config, jax.random.key(seed), dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _init(config, key, dtype):
+    return cast(init_model(config, key), dtype)
+
+
+jitted_logps = jax.jit(token_logps)
 
 
 def some_rows(n: int, seed: int = 0, prompts: int = 4, width: int = 8) -> Rows:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl.influence.batch import batch_gradient
-from jaxrl.influence.gradients import predicted_change, row_weights, scores
+from jaxrl.influence.gradients import predicted_change
 from jaxrl.influence.precondition import current_rate, step_parts
 from jaxrl.influence.sweep import LR_FACTORS, Line, line_sweep
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
@@ -79,12 +79,11 @@ def explained(
     ``relative_error`` (the root of what is left).
     """
     ends = dict(later) if step is None else {1: jax.tree.map(jnp.add, model, step.change)} | dict(later)
-    before = _host(_scores(model, probe))
     found = {}
     for h in sorted(ends):
         direction = jax.tree.map(lambda a, b: a.astype(b.dtype) - b, ends[h], model)
-        measured = _host(_scores(jax.tree.map(jnp.add, model, direction), probe)) - before
-        predicted = _host(predicted_change(model, direction, probe))
+        line = line_sweep(model, direction, probe, np.ones(1))
+        measured, predicted = line.delta[0], line.first
         left = float(np.sum((measured - predicted) ** 2) / np.sum(measured**2)) if measured.any() else float("nan")
         found[str(h)] = {
             "correlation": pearson(measured, predicted),
@@ -98,11 +97,6 @@ def explained(
 def against_sgd(change: Float[np.ndarray, " M"], sgd: Float[np.ndarray, " M"]) -> dict[str, float]:
     """C9: the optimiser's real changes against the plain-gradient prediction: Pearson r and sign agreement."""
     return {"correlation": pearson(change, sgd), "sign": float(np.mean(np.sign(change) == np.sign(sgd)))}
-
-
-@jax.jit
-def _scores(model: Any, probe: Rows) -> Float[jax.Array, " M"]:
-    return scores(model, probe, row_weights(probe))
 
 
 def _host(x: Any) -> Float[np.ndarray, " M"]:

@@ -80,20 +80,26 @@ def coefficients(model: Any, term: Term, *, logps: Logps = token_logps) -> Coeff
             f"loss {term.loss.tag!r}: it needs whole distributions, so it has no kernel form over rows; "
             "use batch_prediction, which takes any loss"
         )
-    batch = term.batch
-    values = logps(model, batch.rows)
-    batch = jax.tree.map(lambda x: x.astype(values.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
-
-    def loss(values: Array) -> Array:
-        return jnp.sum(jnp.where(batch.weight != 0, jax.vmap(term.loss)(values, batch), 0) * batch.weight)
-
-    mask = np.asarray(batch.rows.mask())
-    token = np.where(mask, -np.asarray(jax.grad(loss)(values), np.float64), 0)
+    mask = np.asarray(term.batch.rows.mask())
+    found = _token_coefficients(model, term, logps)
+    token = np.where(mask, np.asarray(found, np.float64), 0)
     count = np.maximum(mask.sum(axis=1), 1)
     row = token.sum(axis=1) / count
     largest = np.abs(token).max(axis=1)
     spread = np.where(mask, np.abs(token - row[:, None]), 0).max(axis=1)
-    even = spread <= 8 * np.finfo(values.dtype).eps * largest
+    even = spread <= 8 * np.finfo(found.dtype).eps * largest
     row = np.where(even | (np.abs(row) > 0.1 * largest), row, largest)  # never divide by a mean that cancels
     scaled = token / np.where(row == 0, 1, row)[:, None]
-    return Coefficients(row, np.where(even[:, None], mask, scaled).astype(values.dtype))
+    return Coefficients(row, np.where(even[:, None], mask, scaled).astype(found.dtype))
+
+
+@partial(jax.jit, static_argnames=("logps",))
+def _token_coefficients(model: Any, term: Term, logps: Logps) -> Float[Array, "N L"]:
+    """Minus the derivative of the term's loss by each token's log-prob."""
+    values = logps(model, term.batch.rows)
+    batch = jax.tree.map(lambda x: x.astype(values.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, term.batch)
+
+    def gain(values: Array) -> Array:
+        return -jnp.sum(jnp.where(batch.weight != 0, jax.vmap(term.loss)(values, batch), 0) * batch.weight)
+
+    return jax.grad(gain)(values)

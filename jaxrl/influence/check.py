@@ -32,7 +32,6 @@ from jaxrl.models.logps import token_logps
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.types import Probe, Rows, Term
 
-EXACT_ROWS = 8  # a side, in the comparison with finite differences
 Progress = Callable[[str], None]
 
 
@@ -88,8 +87,8 @@ def check_model(
     bound_c = advantage_bound(group_size)
 
     say("gradients against finite differences")
-    c1 = finite_difference_error(model, train[:EXACT_ROWS], rows[:EXACT_ROWS])
-    c2 = None if enumerated is None else score_identity(model, enumerated, rows)
+    c1 = finite_difference_error(model, train, rows)
+    c2 = None if enumerated is None else score_identity(model, enumerated, rows, c1["largest"])
     say("single pairs")
     swept = pair_sweep(model, train, stratified(len(train.start)), rows)
     say("whole batch")

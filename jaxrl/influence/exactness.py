@@ -9,86 +9,69 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.influence.gradients import one_gradient, predicted_change, row_weights, scores
+from jaxrl.influence.gradients import predicted_change, row_weights, scores
 from jaxrl.influence.kernels import gradient_kernel
+from jaxrl.influence.sweep import pair_sweep
 from jaxrl.types import Rows
 
 CHUNK = 512  # enumerated rows a backward pass
-SAMPLED = 32  # enumerated rows whose kernel sets the scale of the identity
 
 
-def finite_difference_error(model: Any, rows: Rows, probe: Rows) -> dict[str, float]:
-    """C1: the kernel by ``vmap(grad)`` against that by forward mode, and against central differences.
+def finite_difference_error(model: Any, rows: Rows, probe: Rows, limit: int = 8) -> dict[str, float]:
+    """C1: the kernel by reverse mode against forward mode and against central differences, for ``limit`` rows.
 
-    Errors are Frobenius norms of the difference over that of the kernel: ``columns`` (at most
-    1e-8) and ``central`` (at most 1e-6). The difference quotient moves the parameters by 1e-5 in
-    norm along each row's gradient.
+    Errors are Frobenius norms of the difference over that of the kernel: ``forward`` (at most 1e-8)
+    and ``central`` (at most 1e-6). The difference quotient moves the parameters by 1e-5 in norm
+    along each row's gradient. ``largest`` is the largest entry of the whole kernel.
     """
     kernel = gradient_kernel(model, rows, probe, method="reference")
     exact = np.asarray(kernel.values)
-    columns = np.asarray(gradient_kernel(model, rows, probe, method="columns").values)
-    weights, steps = row_weights(rows), 1e-5 / np.sqrt(np.asarray(kernel.sq_norms_a))
-    central = np.stack([np.asarray(_central(model, rows[i], weights[i], s, probe)) for i, s in enumerate(steps)])
-    size = np.linalg.norm(exact)
+    steps = 1e-5 / np.sqrt(np.asarray(kernel.sq_norms_a))[:limit]
+    lines = [pair_sweep(model, rows[i : i + 1], np.ones(1), probe, np.array([s, -s])) for i, s in enumerate(steps)]
+    forward = np.concatenate([line.kernel for line in lines])
+    central = np.stack([(line.delta[0, 0] - line.delta[1, 0]) / (2 * line.eta[0]) for line in lines])
+    some = exact[:limit]
     return {
-        "rows": len(exact),
-        "columns": float(np.linalg.norm(columns - exact) / size),
-        "central": float(np.linalg.norm(central - exact) / size),
+        "rows": len(some),
+        "forward": float(np.linalg.norm(forward - some) / np.linalg.norm(some)),
+        "central": float(np.linalg.norm(central - some) / np.linalg.norm(some)),
+        "largest": float(np.abs(exact).max()),
     }
 
 
-@jax.jit
-def _central(model: Any, row: Rows, weight: Array, step: Array, probe: Rows) -> Float[Array, " M"]:
-    gradient = one_gradient(model, row, weight)
-    weights = row_weights(probe)
-    up, down = (scores(jax.tree.map(lambda p, g: p + s * step * g, model, gradient), probe, weights) for s in (1, -1))  # noqa: B023
-    return (up - down) / (2 * step)
-
-
-def score_identity(model: Any, responses: Rows, probe: Rows) -> dict[str, float]:
-    """C2: ``max_j |sum_y pi(y) K(y, j)|`` over ``max |K|``, at most 1e-10 (R1).
+def score_identity(model: Any, responses: Rows, probe: Rows, largest: float) -> dict[str, float]:
+    """C2: ``max_j |sum_y pi(y) K(y, j)|`` over ``largest``, at most 1e-10 (R1).
 
     ``responses`` are all responses to one prompt that a sampler can return, cut-off ones included;
     ``mass`` is their total probability under the model, which must be 1 for the identity to hold.
-    The scale is the largest entry between evenly spaced responses and the probe.
+    ``largest`` sets the scale: the largest kernel entry between sampled rows and the probe.
     """
-    log_p = _row_scores(model, responses)
-    p = jnp.exp(log_p)
-    summed = _weighted_gradient(model, responses, p)
-    pick = np.unique(np.linspace(0, len(p) - 1, SAMPLED).astype(int))
-    scale = np.abs(np.asarray(gradient_kernel(model, responses[pick], probe).values)).max()
+    mass, summed = _expected_gradient(model, responses)
     error = np.abs(np.asarray(predicted_change(model, summed, probe))).max()
-    return {"responses": len(p), "mass": float(p.sum()), "error": float(error / scale)}
+    return {"responses": responses.start.shape[0], "mass": float(mass), "error": float(error / largest)}
 
 
-def _chunks(rows: Rows, *more: Array) -> tuple[Any, ...]:
-    """Leading axis [Y] -> [chunks, CHUNK]; the end is filled with row 0 and zeros."""
+@jax.jit
+def _expected_gradient(model: Any, rows: Rows) -> tuple[Float[Array, ""], Any]:
+    """Total probability of the rows' responses, and ``sum_y pi(y) grad S_y``, chunk by chunk."""
     n = rows.start.shape[0]
     size = min(CHUNK, n)
     index = np.arange(-(-n // size) * size)
     real = jnp.asarray(index < n)
-    index = np.where(index < n, index, 0)
-    filled = [jnp.where(real, x[index], jnp.zeros((), x.dtype)) for x in more]
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (rows[index], *filled))
+    filled = rows[np.where(index < n, index, 0)]
 
+    def expected(m: Any, rows: Rows, real: Array) -> tuple[Array, Array]:
+        log_p = scores(m, rows, row_weights(rows))
+        p = jnp.where(real, jnp.exp(jax.lax.stop_gradient(log_p)), 0)
+        return jnp.sum(p * log_p), jnp.sum(p)
 
-@jax.jit
-def _row_scores(model: Any, rows: Rows) -> Float[Array, " Y"]:
-    n = rows.start.shape[0]
-    (chunks,) = _chunks(rows)
-    return jax.lax.map(lambda r: scores(model, r, row_weights(r)), chunks).reshape(-1)[:n]
+    def add(total: tuple[Array, Any], chunk: tuple[Rows, Array]) -> tuple[tuple[Array, Any], None]:
+        gradient, mass = jax.grad(expected, has_aux=True)(model, *chunk)
+        return jax.tree.map(jnp.add, total, (mass, gradient)), None
 
-
-@jax.jit
-def _weighted_gradient(model: Any, rows: Rows, weight: Array) -> Any:
-    """The gradient of ``sum_y weight_y S_y``, chunk by chunk."""
-
-    def add(total: Any, chunk: tuple[Rows, Array]) -> tuple[Any, None]:
-        rows, weight = chunk
-        part = jax.grad(lambda m: jnp.sum(weight * scores(m, rows, row_weights(rows))))(model)
-        return jax.tree.map(jnp.add, total, part), None
-
-    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, model), _chunks(rows, weight))[0]
+    chunks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (filled, real))
+    start = (jnp.zeros((), jnp.result_type(float)), jax.tree.map(jnp.zeros_like, model))
+    return jax.lax.scan(add, start, chunks)[0]
 
 
 def chosen_rows(

@@ -1,12 +1,12 @@
 """Steps of many sizes along known directions: what really happens beside the first and second order (SCIENCE.md C3, C5).
 
 The model moves to ``theta + eta d`` for a grid of ``eta``, every probe row is scored again, and the
-two derivatives along ``d`` are taken once at ``theta``. One compiled program serves all directions.
+two derivatives along ``d`` are taken once at ``theta``. Three compiled programs (a row's gradient, both
+derivatives, a move) serve all directions and step sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,8 +70,10 @@ def line_sweep(
 ) -> Line:
     """Move ``model`` along ``direction`` (a pytree like it) by every ``eta`` and score ``probe`` (sum log-probs)."""
     eta = np.asarray(eta, np.float64)
-    found = _line(model, direction, probe, jnp.asarray(eta, _dtype(model)), logps)
-    return Line(eta, *(np.asarray(x, np.float64) for x in found))
+    first, second = (_host(x) for x in _derivatives(model, direction, probe, logps))
+    # the unmoved scores by the same program, so that a step of size 0 changes exactly nothing
+    found = np.stack([_host(_moved(model, direction, e, probe, logps)) for e in (0.0, *eta)])
+    return Line(eta, found[1:] - found[:1], first, second, found[0])
 
 
 def pair_sweep(
@@ -82,23 +84,22 @@ def pair_sweep(
     eta: Float[np.ndarray, " E"] = PAIR_ETAS,
     *,
     logps: Logps = token_logps,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Pairs:
-    """Every training row alone against every probe row. ``progress(done, of)`` is called after each row."""
+    """Every training row alone against every probe row."""
     eta, advantage = np.asarray(eta, np.float64), np.asarray(advantage, np.float64)
     weights = row_weights(train)
-    rows, kernel, curvature, at_zero = [], [], [], None
+    lines = []
     for n, a in enumerate(advantage):
-        out = _row_line(
-            model, train[n], weights[n], jnp.asarray(a, _dtype(model)), probe, jnp.asarray(eta, _dtype(model)), logps
-        )
-        delta, first, second, at_zero = (np.asarray(x, np.float64) for x in out)
-        rows.append(delta)
-        kernel.append(first)
-        curvature.append((eta[:, None] * a) ** 2 / 2 * second)
-        if progress is not None:
-            progress(n + 1, len(advantage))
-    return Pairs(eta, np.stack(rows, 1), np.stack(kernel), advantage, np.stack(curvature, 1), at_zero)
+        gradient = _gradient(model, train[n], weights[n], logps=logps)
+        lines.append(line_sweep(model, gradient, probe, eta * a, logps=logps))
+    return Pairs(
+        eta,
+        np.stack([line.delta for line in lines], axis=1),
+        np.stack([line.first for line in lines]),
+        advantage,
+        np.stack([line.curvature for line in lines], axis=1),
+        lines[0].scores,
+    )
 
 
 def stratified(n: int) -> Float[np.ndarray, " n"]:
@@ -106,39 +107,28 @@ def stratified(n: int) -> Float[np.ndarray, " n"]:
     return np.resize(np.array(STRATA), n)
 
 
-@partial(jax.jit, static_argnames=("logps",))
-def _line(model: Any, direction: Any, probe: Rows, eta: Array, logps: Logps) -> tuple[Array, ...]:
-    one = jnp.ones((), eta.dtype)
-    return _along(model, direction, one, probe, eta, logps)
+_gradient = partial(jax.jit, static_argnames=("logps",))(one_gradient)
 
 
 @partial(jax.jit, static_argnames=("logps",))
-def _row_line(
-    model: Any, row: Rows, weight: Array, advantage: Array, probe: Rows, eta: Array, logps: Logps
-) -> tuple[Array, ...]:
-    """As ``_line`` along the row's gradient, stepping ``eta * advantage``; derivatives without the advantage."""
-    return _along(model, one_gradient(model, row, weight, logps=logps), advantage, probe, eta, logps)
+def _moved(model: Any, direction: Any, step: float, probe: Rows, logps: Logps) -> Float[Array, " M"]:
+    """Probe scores after a step along ``direction``."""
+    moved = jax.tree.map(lambda p, d: p + jnp.asarray(step, d.dtype) * d, model, direction)
+    return scores(moved, probe, row_weights(probe), logps)
 
 
-def _along(
-    model: Any, direction: Any, scale: Array, probe: Rows, eta: Array, logps: Logps
-) -> tuple[Float[Array, "E M"], Float[Array, " M"], Float[Array, " M"], Float[Array, " M"]]:
+@partial(jax.jit, static_argnames=("logps",))
+def _derivatives(
+    model: Any, direction: Any, probe: Rows, logps: Logps
+) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """First and second derivative of every probe score along ``direction``."""
     weights = row_weights(probe)
 
-    def phi(m: Any) -> Array:
-        return scores(m, probe, weights, logps)
+    def slope(m: Any) -> Array:
+        return jax.jvp(lambda q: scores(q, probe, weights, logps), (m,), (direction,))[1]
 
-    def moved(step: Array) -> Array:
-        return phi(jax.tree.map(lambda p, d: p + (step * d).astype(p.dtype), model, direction))
-
-    def slope(m: Any) -> tuple[Array, Array]:
-        return jax.jvp(phi, (m,), (direction,))
-
-    (_, first), (_, second) = jax.jvp(slope, (model,), (direction,))
-    # the unmoved scores by the same compiled body, so that a step of size 0 changes exactly nothing
-    found = jax.lax.map(moved, jnp.concatenate([jnp.zeros(1, eta.dtype), eta * scale]))
-    return found[1:] - found[:1], first, second, found[0]
+    return jax.jvp(slope, (model,), (direction,))
 
 
-def _dtype(model: Any) -> Any:
-    return jax.tree.leaves(model)[0].dtype
+def _host(x: Array) -> Float[np.ndarray, " M"]:
+    return np.asarray(x, np.float64)
