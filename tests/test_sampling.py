@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from near_ties import assert_same_up_to_near_ties, next_logits, response
 
 from jaxrl import keys
+from jaxrl.mesh import make_mesh, shard_tree, to_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import hidden, init_model, logits, param_axes, with_config
 from jaxrl.models.logps import token_logps
-from jaxrl.sampling.generate import generate
+from jaxrl.sampling.generate import compile_generate, generate, uniforms
 from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
 from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts
 
@@ -133,25 +133,13 @@ def test_with_other_padding_prompts_and_samples_tokens_are_equal_in_double_preci
     assert check_across_shapes(double, Temperature()) == 1
 
 
-def on_mesh(model, prompts, shape):
-    """Model sharded over (fsdp, tensor) by its axis names, prompts over (data, fsdp)."""
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    rules = {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-    specs = jax.tree.leaves(param_axes(model.config), is_leaf=lambda x: isinstance(x, tuple))
-    arrays, tree = jax.tree.flatten(model)
-    place = [
-        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in axes))))
-        for x, axes in zip(arrays, specs, strict=True)
-    ]
-    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    return jax.tree.unflatten(tree, place), jax.tree.map(lambda x: jax.device_put(x, rows), prompts)
-
-
 def check_across_meshes(model, meshes):
-    """Against (data, fsdp, tensor) meshes; the shares of identical rows."""
+    """Against (data, fsdp, tensor) meshes, prompts split over the first two; the shares of identical rows."""
     base = sample(model)
     for shape in meshes:
-        other = sample(*on_mesh(model, padded(PROMPTS), shape))
+        mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
+        sharded = shard_tree(mesh, param_axes(model.config), model)
+        other = sample(sharded, to_mesh(mesh, padded(PROMPTS)))
         assert len(other.rows.tokens.sharding.device_set) == np.prod(shape)
         assert other.rows.tokens.sharding.shard_shape(other.rows.tokens.shape)[0] == 4 // (shape[0] * shape[1])
         yield assert_same_up_to_near_ties(model, Temperature(), base, jax.device_get(other), key=KEY, uids=UIDS)
@@ -354,6 +342,16 @@ def test_new_prompts_steps_keys_and_samples_of_one_shape_compile_nothing(model):
     with count_compiles() as compiled:
         jax.jit(lambda x: x * 3)(1.0)
     assert compiled  # the counter counts
+
+
+def test_the_program_compiled_ahead_of_time_is_the_one_that_samples(model):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    size = {"prompts": 4, "width": 6, "n": 3, "max_new_tokens": NEW}
+    program = compile_generate(shapes, **size, stop_ids=STOPS, strategy=Temperature())
+    prompts = padded(PROMPTS)
+    numbers = uniforms(KEY, prompts.uid, n=3, count=NEW, dtype=jnp.float32)
+    out = program(model, prompts, numbers, np.asarray(STOPS, np.int32))
+    assert_rows_equal(out, sample(model), [(i, i) for i in range(4)])
 
 
 # ---- errors

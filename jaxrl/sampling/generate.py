@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
+from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Cache, Decoder, extend, init_cache, logits
 from jaxrl.sampling.strategies import Strategy
 from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts, Rollouts, Rows, wide
@@ -58,8 +59,8 @@ def generate(
     _check(model, prompts, n, max_new_tokens, stop_ids)
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
     prompts = _on_device(prompts)
-    dtype = wide(model.config.dtype, model.embed.dtype)
-    numbers = uniforms(key, prompts.uid, np.int32(step), np.int32(first), n=n, count=max_new_tokens, dtype=dtype)
+    size = {"n": n, "count": max_new_tokens, "dtype": _head_dtype(model)}
+    numbers = uniforms(key, prompts.uid, np.int32(step), np.int32(first), **size)
     return _generate(model, prompts, numbers, stops, strategy=strategy)
 
 
@@ -73,16 +74,20 @@ def compile_generate(
     stop_ids: Sequence[int],
     strategy: Strategy,
 ) -> Any:
-    """The program that ``generate`` runs for ``prompts`` prompts of padded ``width``, compiled ahead of time.
+    """The program that ``generate`` samples ``prompts`` prompts of padded ``width`` with, compiled ahead of time.
 
     ``model`` may hold ``jax.ShapeDtypeStruct`` leaves. Returns jax's compiled object (its memory analysis).
     """
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
     column = jax.ShapeDtypeStruct((prompts,), jnp.int32)
     shapes = Prompts(jax.ShapeDtypeStruct((prompts, width), jnp.int32), column, column)
     stops = jax.ShapeDtypeStruct((len(set(stop_ids)),), jnp.int32)
-    sample = (jax.eval_shape(lambda: keys.root(0)), scalar, scalar)
-    return _generate.lower(model, shapes, sample, stops, strategy=strategy, n=n, max_new=max_new_tokens).compile()
+    numbers = jax.ShapeDtypeStruct((prompts, n, max_new_tokens), _head_dtype(model))
+    return _generate.lower(model, shapes, numbers, stops, strategy=strategy).compile()
+
+
+def _head_dtype(model: Decoder) -> jnp.dtype:
+    """The dtype of the model's logits."""
+    return wide(model.config.dtype, model.embed.dtype)
 
 
 def as_prompts(prompts: Prompts | Sequence[Sequence[int]], uids: Sequence[int] | None = None) -> Prompts:
@@ -113,7 +118,7 @@ def _on_device(prompts: Prompts) -> Prompts:
 
 
 def _check(model: Decoder, prompts: Prompts, n: int, max_new: int, stop_ids: Sequence[int]) -> None:
-    length, tokens = np.asarray(prompts.length), np.asarray(prompts.tokens)
+    length, tokens = to_host((prompts.length, prompts.tokens))
     if length.size == 0 or length.min() < 1:
         which = np.flatnonzero(length < 1).tolist() if length.size else "all"
         raise ValueError(f"prompts: expected at least one token each; empty at {which}")
