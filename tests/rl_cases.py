@@ -1,7 +1,9 @@
 """Small graded batches and models for the tests of jaxrl.rl."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +15,14 @@ from jaxrl.types import STOP_EOS, Graded, Rollouts, Rows
 
 PROMPT = 2  # prompt tokens of every case
 VOCAB = 8
+
+
+def quick_jit(function, **options):
+    """``jax.jit`` that spends less on optimising a program that runs once or twice."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
+
+
+SCORE = quick_jit(token_logps, static_argnames="temperature")
 
 # The worked batch of SCIENCE.md B.8: 3 prompts, 4 responses each.
 B8_REWARD = [[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
@@ -75,6 +85,12 @@ def b8(**changes):
 
 
 def tiny_model(seed=0, **changes):
+    """A random decoder in the default float dtype; the same object for the same arguments."""
+    return _tiny_model(seed, jnp.result_type(float).name, tuple(sorted(changes.items())))
+
+
+@functools.cache
+def _tiny_model(seed, dtype, changes):
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 8,
@@ -84,21 +100,21 @@ def tiny_model(seed=0, **changes):
         "num_kv_heads": 1,
         "head_dim": 4,
         "init_std": 0.5,
-        "dtype": jnp.result_type(float).name,
+        "dtype": dtype,
     }
-    config = ModelConfig(**(sizes | changes))
+    config = ModelConfig(**(sizes | dict(changes)))
     return init_model(config, keys.root(seed))
 
 
 def scored(model, graded, reference=None, *, noise=0.0, temperature=1.0):
     """``graded`` with the log-probs that its collector would have added; ``noise`` makes it off-policy."""
     rows = graded.rollouts.rows
-    flat = token_logps(model, rows.flat(), temperature=temperature)
+    flat = SCORE(model, rows.flat(), temperature=temperature)
     old = flat.reshape(rows.tokens.shape)
     if noise:
         step = np.random.default_rng(7).normal(size=old.shape) * noise
         old = jnp.where(rows.mask(), old + jnp.asarray(step, old.dtype), 0)
     ref = None
     if reference is not None:
-        ref = token_logps(reference, rows.flat(), temperature=temperature).reshape(old.shape)
+        ref = SCORE(reference, rows.flat(), temperature=temperature).reshape(old.shape)
     return dataclasses.replace(graded, old_logps=old, ref_logps=ref)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rl_cases import graded_of, tiny_model
+from rl_cases import SCORE, graded_of, quick_jit, tiny_model
 
 from jaxrl.models.decoder import hidden, logits
 from jaxrl.models.logps import token_logps
@@ -20,7 +20,7 @@ EOS, START = 2, 3  # tokens 0 and 1 continue, 2 ends, 3 only opens the prompt (a
 RESPONSES = [(EOS,)] + [(a, b) for a in (0, 1) for b in (0, 1, EOS)]
 COMBINATIONS = list(itertools.product(("forward", "reverse"), ("token", "sequence"), ("nll", "full", "k1", "k2", "k3")))
 
-GRADIENT = jax.jit(loss_and_grad, static_argnames="temperature")
+GRADIENT = quick_jit(loss_and_grad, static_argnames="temperature")
 
 
 def small(seed):
@@ -35,6 +35,7 @@ def all_responses():
     return Rows(jnp.asarray(tokens, jnp.int32), jnp.full(len(RESPONSES), 2, jnp.int32), length)
 
 
+@jax.jit
 def sequence_logp(model):
     return token_logps(model, all_responses()).sum(-1)
 
@@ -49,7 +50,7 @@ def next_token(model):
 def as_graded(policy, base):
     """Every response once, as the rollout of one prompt each and as its base sample."""
     rows = jax.tree.map(lambda x: x[:, None], all_responses())
-    old, ref = (token_logps(m, all_responses())[:, None] for m in (policy, base))
+    old, ref = (SCORE(m, all_responses())[:, None] for m in (policy, base))
     rollouts = Rollouts(rows, old, jnp.zeros((len(RESPONSES), 1), jnp.int32))
     graded = graded_of(np.zeros((len(RESPONSES), 1)), np.ones((len(RESPONSES), 1), int))
     return dataclasses.replace(
@@ -81,7 +82,7 @@ def sequence_kl(direction):
         p, q = sequence_logp(base), sequence_logp(policy)
         return jnp.sum(jnp.exp(p) * (p - q)) if direction == "forward" else jnp.sum(jnp.exp(q) * (q - p))
 
-    return jax.jit(jax.grad(value))
+    return quick_jit(jax.grad(value))
 
 
 def token_kl_at_policy_prefixes(direction):
@@ -94,7 +95,7 @@ def token_kl_at_policy_prefixes(direction):
         kl = jnp.exp(p) * (p - q) if direction == "forward" else jnp.exp(q) * (q - p)
         return jnp.sum(reach * kl.sum(-1))
 
-    return jax.jit(jax.grad(value))
+    return quick_jit(jax.grad(value))
 
 
 def flat(tree):
@@ -141,7 +142,7 @@ def test_on_policy_estimators_descend_conditional_kls_only(pair, direction, esti
 def test_k1_as_a_loss_has_zero_expected_gradient(pair):
     policy, base = pair
     probability = jnp.exp(sequence_logp(policy))
-    grad = jax.jit(jax.grad(lambda m, b: jnp.sum(probability * (sequence_logp(m) - sequence_logp(b)))))(policy, base)
+    grad = quick_jit(jax.grad(lambda m, b: jnp.sum(probability * (sequence_logp(m) - sequence_logp(b)))))(policy, base)
     assert np.max(np.abs(flat(grad))) < 1e-13
 
 
