@@ -12,16 +12,18 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxrl import keys
 from jaxrl.evaluation.exact import Exact, exact
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
-from jaxrl.rl.algorithms import applied, kept, prepare
+from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
 from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_gap
 from jaxrl.rl.optimiser import learning_rate
 from jaxrl.rl.update import update
@@ -37,10 +39,29 @@ from jaxrl.train.progress import Progress
 from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
 from jaxrl.train.setup import Setup, set_up, total_updates
 from jaxrl.train.tasks import Msa0Task
-from jaxrl.types import STOP_NAMES, STOP_NONE, TrainState
+from jaxrl.types import STOP_NAMES, STOP_NONE, Graded, Term, TrainState
 
-_prepare = jax.jit(prepare, static_argnums=0)
+_rate = jax.jit(learning_rate, static_argnums=0, static_argnames="total")
 _update = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[tuple[Term, ...], ...], Array, Array]:
+    """Terms of each mini-batch, which prompts are kept, and which mini-batches take a step."""
+    keep = kept(algorithm, graded)
+    return prepare(algorithm, graded), keep, applied(algorithm, keep)
+
+
+@partial(jax.jit, static_argnums=0)
+def _describe(algorithm: Algorithm, graded: Graded) -> dict[str, Any]:
+    """Metrics of the rollouts: rewards, lengths, shares, sampler against trainer, and where it is known KL to the base."""
+    mask = graded.rollouts.rows.mask()
+    gap, worst = sampler_gap(graded.rollouts.logps, graded.old_logps, mask)
+    metrics = rollout_metrics(algorithm, graded) | {"kl/sampler_mean": gap, "kl/sampler_max": worst}
+    if graded.ref_logps is not None:
+        found = kl_estimates(graded.old_logps, graded.ref_logps, mask)
+        metrics |= {f"kl/base_{name}": value for name, value in found.items()}
+    return metrics
 
 
 def train(
@@ -121,18 +142,17 @@ class Run:
         """One step: rollouts, terms, updates, and what they did to batch and probe."""
         began = time.monotonic()
         collected = self.collect(step)
-        graded = collected.graded
-        minibatches = _prepare(self.x.algorithm, graded)
+        minibatches, keep, acts = _prepare(self.x.algorithm, collected.graded)
         scorer = self.state.model if self.observer.observes(step) else None
         view = BatchView.of(scorer, minibatches, self.collector.temperature, self.x.optimiser.microbatch)
         self.observer.before(step, self.state, view)
-        metrics, updates = self.update(graded, minibatches)
+        metrics, updates = self.update(minibatches, np.asarray(acts))
         metrics |= view.metrics(self.state.model)
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         metrics |= self.describe(collected)
         self.updates += updates
         metrics["optim/updates"] = self.updates
-        self.record(step, collected)
+        self.record(step, collected, keep)
         self.flush()
         metrics["cost/seconds"] = time.monotonic() - began
         self.push(step, "train", metrics)
@@ -155,10 +175,9 @@ class Run:
             pending.save(self.folder, step, collected)
         return collected
 
-    def update(self, graded: Any, minibatches: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
-        """All optimiser steps of one rollout batch. Metrics of several add up as means."""
+    def update(self, minibatches: tuple[tuple[Term, ...], ...], acts: np.ndarray) -> tuple[dict[str, Any], int]:
+        """All optimiser steps of one rollout batch, and their number. Metrics of several add up as means."""
         algorithm, optimiser = self.x.algorithm, self.x.optimiser
-        acts = np.asarray(applied(algorithm, kept(algorithm, graded)))
         totals: dict[str, Mean] = {}
         for _ in range(algorithm.epochs):
             for terms, act in zip(minibatches, acts, strict=True):
@@ -176,29 +195,21 @@ class Run:
         return dict(totals), int(acts.sum()) * algorithm.epochs
 
     def describe(self, collected: Collected) -> dict[str, Any]:
-        """Metrics of the rollouts."""
-        graded = collected.graded
-        metrics: dict[str, Any] = dict(rollout_metrics(self.x.algorithm, graded))
+        """Metrics of the rollouts and of what they cost."""
+        metrics = _describe(self.x.algorithm, collected.graded)
         counts = grading.counts(collected.verdicts)
         total = np.float32(sum(counts.values()))
         for status in ("no_box", "timeout", "error"):
             metrics[f"reward/{status}"] = Mean(np.float32(counts[status]), total)
-        mask = graded.rollouts.rows.mask()
-        gap, worst = sampler_gap(graded.rollouts.logps, graded.old_logps, mask)
-        metrics |= {"kl/sampler_mean": gap, "kl/sampler_max": worst}
-        if graded.ref_logps is not None:
-            found = kl_estimates(graded.old_logps, graded.ref_logps, mask)
-            metrics |= {f"kl/base_{name}": value for name, value in found.items()}
-        metrics["optim/lr"] = learning_rate(self.x.optimiser, self.updates, total=total_updates(self.x))
+        metrics["optim/lr"] = _rate(self.x.optimiser, self.updates, total=total_updates(self.x))
         metrics["cost/generated_tokens"] = collected.generated_tokens
         return metrics
 
-    def record(self, step: int, collected: Collected) -> None:
+    def record(self, step: int, collected: Collected, keep: Array) -> None:
         """Arrays of the step, and every few steps the rollouts as a person reads them."""
         graded = jax.device_get(collected.graded)
-        self.arrays.write("reward", step, graded.reward)
-        self.arrays.write("correct", step, graded.correct)
-        self.arrays.write("kept", step, np.asarray(kept(self.x.algorithm, collected.graded)))
+        for name, value in (("reward", graded.reward), ("correct", graded.correct), ("kept", keep)):
+            self.arrays.write(name, step, value)
         every = self.x.rollout.log_every
         if every and step % every == 0:
             write_jsonl(self.folder / "rollouts" / f"{step:06d}.jsonl", self.readable(collected, graded))

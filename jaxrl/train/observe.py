@@ -59,7 +59,9 @@ class BatchView:
     ) -> BatchView:
         """Join the mini-batches' first terms and score them with ``model``, if one is given."""
         policy = [terms[0] for terms in minibatches]
-        batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
+        batch = policy[0].batch
+        if len(policy) > 1:
+            batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
         before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once)
         return cls(batch, policy[0].loss.clip_range, temperature, at_once, before, entropy)
 
