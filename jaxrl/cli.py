@@ -149,6 +149,8 @@ def _report(p: argparse.ArgumentParser) -> None:
     p.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders; several are compared")
     p.add_argument("--names", type=names, metavar="A,B", help="what to call them, in order")
     p.add_argument("--out", type=Path, metavar="FILE", help="(default: RUN/report.html of the first run)")
+    p.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write the metrics as TensorBoard events")
+    p.add_argument("--wandb", metavar="PROJECT", help="also log the metrics to Weights & Biases")
 
 
 def _export(p: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from jaxrl import train as run_experiment
 from jaxrl.errors import UsageError
 from jaxrl.models.hf import save_model
 from jaxrl.report import render
+from jaxrl.report.mirror import to_tensorboard, to_wandb
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.dryrun import dry_run
 from jaxrl.train.experiment import Experiment
@@ -89,4 +90,10 @@ def report(arguments: argparse.Namespace) -> Mapping[str, Any]:
             raise UsageError(f"{run}: no such run folder")
     out = arguments.out or arguments.runs[0] / "report.html"
     names = list(arguments.names) if arguments.names else None
-    return {"report": str(render(list(arguments.runs), out, names))}
+    result: dict[str, Any] = {}
+    for run in arguments.runs:
+        if arguments.tensorboard:
+            result[f"TensorBoard points of {run.name}"] = to_tensorboard(run, arguments.tensorboard / run.name)
+        if arguments.wandb:
+            result[f"Weights & Biases points of {run.name}"] = to_wandb(run, arguments.wandb)
+    return {"report": str(render(list(arguments.runs), out, names))} | result
