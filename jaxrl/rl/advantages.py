@@ -7,6 +7,7 @@ caller.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Graded
 
 
-class Advantage(Piece):
+class Advantage(Piece, ABC):
     """``Graded -> float[P, G, #L]``."""
 
-    def __call__(self, graded: Graded) -> Float[Array, "P G #L"]:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, graded: Graded) -> Float[Array, "P G #L"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

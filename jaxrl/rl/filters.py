@@ -7,6 +7,7 @@ group that is all wrong).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -16,18 +17,18 @@ from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Graded
 
 
-class Prefilter(Piece):
+class Prefilter(Piece, ABC):
     """``greedy_correct bool[P] -> bool[P]``, True: sample this prompt."""
 
-    def __call__(self, greedy_correct: Bool[Array, " P"]) -> Bool[Array, " P"]:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, greedy_correct: Bool[Array, " P"]) -> Bool[Array, " P"]: ...
 
 
-class Filter(Piece):
+class Filter(Piece, ABC):
     """``Graded -> bool[P]``, True: this prompt's rollouts train the policy."""
 
-    def __call__(self, graded: Graded) -> Bool[Array, " P"]:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, graded: Graded) -> Bool[Array, " P"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ class TokenLoss(Piece):
     clip_range: tuple[float, float] = (0.2, 0.2)
 
     def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
-        raise NotImplementedError(f"{type(self).__name__} is no function of a row's log-probs; call .tokens")
+        """Losses of one row. Raises ``TypeError`` for a loss that has only the form ``tokens``."""
+        raise TypeError(f"{type(self).__name__} is no function of a row's log-probs; call .tokens")
 
     def tokens(self, model: Any, reference: Any, batch: Batch, *, temperature: float) -> Float[Array, "N L"]:
         """Losses of every position. ``temperature`` is the rollouts': the policy trained is the one that sampled."""

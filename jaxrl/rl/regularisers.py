@@ -6,6 +6,7 @@ its normaliser. It is called once an optimiser mini-batch, without theta.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ KL_REFUSED: dict[tuple[str, str, str], str] = {
 }
 
 
-class Regulariser(Piece):
+class Regulariser(Piece, ABC):
     """``(coef, Graded, mask bool[P, G, L], keep bool[P]) -> Term`` with weights ``coef * normaliser``.
 
     ``mask`` marks the counted tokens of the rollouts, ``keep`` the prompts that the filters kept.
@@ -60,8 +61,8 @@ class Regulariser(Piece):
 
     samples: int = 0  # base samples a prompt that the collector draws for it
 
-    def __call__(self, coef: float, graded: Graded, mask: Bool[Array, "P G L"], keep: Bool[Array, " P"]) -> Term:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, coef: float, graded: Graded, mask: Bool[Array, "P G L"], keep: Bool[Array, " P"]) -> Term: ...
 
 
 @dataclass(frozen=True, kw_only=True)

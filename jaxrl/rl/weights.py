@@ -14,6 +14,7 @@ Rows without counted tokens are not sequences and enter no denominator.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ OVER = ("kept", "all", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights(Piece):
+class Weights(Piece, ABC):
     """``(mask, keep) -> float[P, G, L]`` in the default float dtype."""
 
     over: str = "kept"
@@ -40,9 +41,9 @@ class Weights(Piece):
             share = share * jnp.mean(keep, dtype=share.dtype)
         return jnp.where(used, share, 0)
 
+    @abstractmethod
     def share(self, used: Bool[Array, "P G L"], counted: Bool[Array, "P G L"]) -> Float[Array, "#P #G 1"]:
         """Weight of a used token, given the tokens that the denominator counts."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
