@@ -57,7 +57,8 @@ def test_weights_and_biases_gets_the_config_and_one_line_a_step(run, monkeypatch
         sys.modules, "wandb", types.SimpleNamespace(init=lambda **k: made.append(Recorder(**k)) or made[-1])
     )
     assert mirror.to_wandb(run, "paper") == 2
-    assert made[0].made["project"] == "paper" and made[0].made["config"] == {"seed": 3}
+    assert made[0].made["project"] == "paper"
+    assert made[0].made["config"] == {"seed": 3}
     assert made[0].points == [("reward/mean", 0, 0.25), ("reward/mean", 1, 0.5)]
 
 
