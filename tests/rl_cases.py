@@ -22,7 +22,7 @@ def quick_jit(function, **options):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
-SCORE = quick_jit(token_logps, static_argnames="temperature")
+SCORE = quick_jit(token_logps)
 
 # The worked batch of SCIENCE.md B.8: 3 prompts, 4 responses each.
 B8_REWARD = [[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]

@@ -20,7 +20,7 @@ EOS, START = 2, 3  # tokens 0 and 1 continue, 2 ends, 3 only opens the prompt (a
 RESPONSES = [(EOS,)] + [(a, b) for a in (0, 1) for b in (0, 1, EOS)]
 COMBINATIONS = list(itertools.product(("forward", "reverse"), ("token", "sequence"), ("nll", "full", "k1", "k2", "k3")))
 
-GRADIENT = quick_jit(loss_and_grad, static_argnames="temperature")
+GRADIENT = quick_jit(loss_and_grad)
 
 
 def small(seed):

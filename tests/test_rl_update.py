@@ -21,7 +21,7 @@ from jaxrl.rl.update import loss_and_grad, update
 from jaxrl.rl.weights import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from jaxrl.types import TrainState
 
-GRADIENT = quick_jit(loss_and_grad, static_argnames=("temperature", "microbatch"))
+GRADIENT = quick_jit(loss_and_grad, static_argnames="microbatch")
 UPDATE = quick_jit(update, static_argnames=("tx", "temperature", "microbatch"))
 DOWN = make_optimiser(Optimiser(type="sgd", lr=0.05, schedule="linear"), total=2)
 FORWARD_KL = dataclasses.replace(ALGORITHMS["self"], regularisers=((0.1, Kl(samples=2)),))
@@ -64,14 +64,17 @@ def test_any_microbatch_split_gives_the_same_gradient(x64):
 
 @pytest.mark.x64
 def test_one_minibatch_is_the_full_batch_written_out(x64):
-    """Token-mean GRPO on unsolved prompts plus both KLs, against a loss written down directly."""
-    model, reference, temperature = tiny_model(0), tiny_model(1), 1.0
-    graded = off_policy(model, reference)
+    """Token-mean GRPO on unsolved prompts plus both KLs, against a loss written down directly.
+
+    Sampled at temperature 0.7: policy and reverse KL are of the tempered policy, the forward KL is not.
+    """
+    model, reference, temperature = tiny_model(0), tiny_model(1), 0.7
+    graded = off_policy(model, reference, temperature)
 
     def direct(model, reference):
         rows, reward = graded.rollouts.rows, graded.reward
         advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, ddof=1, keepdims=True) + 1e-6)
-        logps = token_logps(model, rows.flat()).reshape(graded.old_logps.shape)
+        logps = token_logps(model, rows.flat(), temperature=temperature).reshape(graded.old_logps.shape)
         ratio, a = jnp.exp(logps - graded.old_logps), advantage[..., None]
         token = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
         mask = rows.mask().astype(float)
