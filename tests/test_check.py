@@ -31,8 +31,9 @@ jitted_prepare = jax.jit(prepare, static_argnums=0)
 
 
 def policy_terms(model, reward, seed=0):
-    """The terms of a GRPO step on random rows of 4 prompts with 4 responses each."""
+    """The terms of a GRPO step on random rows of 4 prompts with 4 responses each, one of them never sampled."""
     rows = some_rows(16, seed=seed)
+    rows = Rows(rows.tokens, rows.start, rows.length.at[6].set(3))
     order = np.argsort(np.arange(16) % 4, kind="stable")
     rows = jax.tree.map(lambda x: x[order].reshape(4, 4, *x.shape[1:]), rows)
     reward = jnp.asarray(reward, float)
@@ -162,11 +163,10 @@ def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
     }  # fmt: skip
     pairs, batch = np.load(folder / "pairs.npz"), np.load(folder / "batch.npz")
     e, n, m = pairs["delta"].shape
-    assert (n, m) == (PAIRS, PAIRS)
+    assert (n, m) == (15, PAIRS)  # the empty slot is no row
     shapes = {"eta": (e,), "kernel": (n, m), "advantage": (n,), "second_order": (e, n, m), "bound_c": ()}
     assert {name: pairs[name].shape for name in shapes} == shapes
     e, m = batch["measured"].shape
-    n = 16
     shapes = {
         "eta": (e,), "predicted": (e, m), "predicted_second": (e, m), "kernel": (n, m), "weight_advantage": (n,),
         "advantage": (n,), "probe_norm": (m,),

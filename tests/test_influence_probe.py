@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.influence.lines import influence_line, probe_line
-from jaxrl.influence.probe import build_probe, counted, load_probe, save_probe, scope_masks
+from jaxrl.influence.probe import build_probe, counted, gold_probe, load_probe, save_probe, scope_masks
 from jaxrl.influence.structure import blocks, structure
 from jaxrl.types import STOP_EOS, STOP_LENGTH, STOP_NONE, Rollouts, Rows
 
@@ -98,6 +98,14 @@ def test_building_from_nothing_or_from_other_shapes_is_refused():
         build_probe([(np.array([5]), rollouts([[STOP_NONE]]), np.zeros((1, 1)))])
     with pytest.raises(ValueError, match="verdicts and a uid a prompt"):
         build_probe([(np.array([5]), rollouts(STOPS), np.zeros((3, 2)))])
+
+
+def test_a_gold_probe_holds_correct_solutions_only(probe):
+    gold = gold_probe(probe.rows, np.array([1, 1, 2, 3]))
+    assert gold.correct.all()
+    assert counted(gold).all()
+    with pytest.raises(ValueError, match="every row needs a response"):
+        gold_probe(Rows(probe.rows.tokens, probe.rows.start, probe.rows.start), np.arange(4))
 
 
 def test_scopes_take_the_batch_out_of_every_other_set(probe):

@@ -14,6 +14,7 @@ from jaxrl.influence.batch import batch_gradient, batch_prediction, coefficients
 from jaxrl.influence.gradients import predicted_change
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.influence.precondition import current_rate, preconditioner, step_parts, step_sum
+from jaxrl.models.logps import token_logps
 from jaxrl.rl.losses import Clip, FullKl, Nll
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.update import update
@@ -21,6 +22,10 @@ from jaxrl.types import Batch, Term, TrainState
 
 pytestmark = [pytest.mark.x64, pytest.mark.usefixtures("x64")]
 step = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"))
+
+
+def warm_logps(model, rows):
+    return token_logps(model, rows, temperature=0.7)
 
 
 def optax_step(tx, gradient, state, model):
@@ -67,6 +72,17 @@ def test_the_weighted_kernel_is_what_the_loss_that_trains_predicts(world, loss, 
     gradient = batch_gradient(model, (one,))
     by_hand = predicted_change(model, jax.tree.map(jnp.negative, gradient), probe)
     np.testing.assert_allclose(expected, by_hand, rtol=1e-12)
+
+
+def test_a_rollout_temperature_acts_on_the_training_side_only(world):
+    model, _, probe = world
+    one = term(model, Clip(), drift=0.1)
+    weighed = coefficients(model, one, logps=warm_logps)
+    kernel = gradient_kernel(
+        model, one.batch.rows, probe, weights=jnp.asarray(weighed.token), logps=(warm_logps, token_logps)
+    ).values
+    expected = np.asarray(batch_prediction(model, (one,), probe, temperature=0.7))
+    np.testing.assert_allclose(weighed.row @ np.asarray(kernel), expected, atol=1e-10 * np.abs(expected).max())
 
 
 def test_on_policy_coefficients_are_weight_times_advantage_and_the_kernel_is_the_plain_one(world):

@@ -205,7 +205,7 @@ def _tempered(temperature: float) -> Logps:
 
 def _double(tree: Any) -> Any:
     """Parameters, moments and references in float64, integers as they are."""
-    if not jax.config.jax_enable_x64:
+    if jnp.result_type(float) != jnp.float64:
         raise ValueError("the kernel check needs double precision; call it under jax.enable_x64(True)")
 
     def widen(x: Any) -> Any:

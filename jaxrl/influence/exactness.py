@@ -90,7 +90,7 @@ def chosen_rows(
             raise ValueError(f"the {name} has no row with a finished response; the check needs at least one")
     rows = _spread(live, limit)
     same = _same_prompt(train[rows], probe)
-    shared = allowed[same.any(axis=0)[allowed]]
+    shared = allowed[np.any(same, axis=0)[allowed]]
     first = _spread(shared, limit // 2)
     others = np.setdiff1d(allowed, first)
     picked = np.sort(np.concatenate([first, _spread(others, limit - len(first))]))

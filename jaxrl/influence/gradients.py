@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxrl.errors import nearest
@@ -177,7 +178,7 @@ def need_rows(rows: Rows, name: str, *, responses: bool = False) -> None:
         raise ValueError(f"{name}: expected rows with one leading axis, got {rows.start.shape}; use rows.flat()")
     if rows.start.shape[0] == 0:
         raise ValueError(f"{name}: there are no rows; give at least one")
-    if not responses or isinstance(rows.start, jax.core.Tracer):
+    if not responses or isinstance(rows.start, Tracer):
         return
     empty = jnp.flatnonzero(rows.response_length() == 0)
     if empty.size:

@@ -57,6 +57,20 @@ def _part(uid: Int[np.ndarray, " P"], rollouts: Rollouts, correct: Bool[np.ndarr
     return {name: value[sampled] for name, value in part.items()}
 
 
+def gold_probe(rows: Rows, uid: Int[np.ndarray, " M"]) -> Probe:
+    """A4e: a probe of known correct solutions, enumerated or written by a teacher, rare ones included.
+
+    It covers prompts on which the base was never seen to be right. Raises ``ValueError`` for rows
+    that are malformed or empty.
+    """
+    host = jax.device_get(rows)
+    arrays = {name: np.asarray(getattr(host, name)) for name in FIELDS[:3]}
+    flags = {"uid": np.asarray(uid), "correct": np.ones(len(uid), bool), "truncated": np.zeros(len(uid), bool)}
+    if not len(uid) or np.any(arrays["length"] <= arrays["start"]):
+        raise ValueError("gold probe: every row needs a response, and there must be at least one row")
+    return _probe(arrays | flags)
+
+
 def counted(probe: Probe, *, include_truncated: bool = False) -> Bool[np.ndarray, " M"]:
     """Rows that metrics are over: those with a response, truncated ones only on request.
 
