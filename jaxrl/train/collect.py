@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,28 +157,27 @@ def temperature_of(strategy: Strategy) -> float:
     )
 
 
-@jax.jit
-def _score(model: Decoder, rows: Rows, temperature: Array) -> Float[Array, "N L"]:
-    return token_logps(model, rows, temperature=temperature)
-
-
 def score_rows(model: Any, rows: Rows, temperature: float = 1.0, at_once: int | None = None) -> Float[Array, "N L"]:
     """``token_logps`` of ``[N L]`` rows in passes of ``at_once`` rows."""
-    return in_passes(_score, model, rows, temperature, at_once)
+    return in_passes(token_logps, model, rows, temperature, at_once=at_once)
 
 
-def in_passes(score: Callable[..., Any], model: Any, rows: Rows, temperature: float, at_once: int | None) -> Any:
-    """``score(model, rows, temperature)`` of ``[N L]`` rows, ``at_once`` rows a pass: one compiled shape.
+@partial(jax.jit, static_argnames=("score", "at_once"))
+def in_passes(score: Callable[..., Any], model: Any, rows: Rows, temperature: float, *, at_once: int | None) -> Any:
+    """``score(model, rows, temperature=...)`` of ``[N L]`` rows, ``at_once`` rows a pass, as one program.
 
-    ``score`` returns one array ``[N L]`` or a tree of them. The last pass is filled up with its last row.
+    ``score`` returns one array ``[N L]`` or a tuple of them. A pass takes every so-maniest row, so that rows which
+    are split over devices stay where they are; the last rows of a count that does not divide are repeated.
     """
     n = rows.tokens.shape[0]
-    heat = np.float32(temperature)
     if at_once is None or at_once >= n:
-        return score(model, rows, heat)
-    index = [np.minimum(np.arange(i, i + at_once), n - 1) for i in range(0, n, at_once)]
-    parts = [score(model, rows[i], heat) for i in index]
-    return jax.tree.map(lambda *x: jnp.concatenate(x)[:n], *parts)
+        return score(model, rows, temperature=temperature)
+    passes = -(-n // at_once)
+    if passes * at_once != n:
+        rows = rows[jnp.minimum(jnp.arange(passes * at_once), n - 1)]
+    parts = jax.tree.map(lambda x: x.reshape(at_once, passes, *x.shape[1:]).swapaxes(0, 1), rows)
+    found = jax.lax.map(lambda part: score(model, part, temperature=temperature), parts)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], found)
 
 
 def _sample(

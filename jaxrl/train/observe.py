@@ -88,16 +88,11 @@ def _batch_metrics(
     return metrics
 
 
-@jax.jit
-def _score(model: Decoder, rows: Rows, temperature: Array) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
-    return token_scores(model, rows, temperature=temperature)
-
-
 def scored(
     model: Decoder, rows: Rows, temperature: float, at_once: int | None
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probabilities and entropies of ``[N L]`` rows, ``at_once`` rows a pass."""
-    return in_passes(_score, model, rows, temperature, at_once)
+    return in_passes(token_scores, model, rows, temperature, at_once=at_once)
 
 
 class KernelPair(NamedTuple):
