@@ -12,7 +12,7 @@ from influence_world import VOCAB, jitted_logps, small_model, some_rows
 
 from jaxrl import keys
 from jaxrl.data.synthetic import enumerate_responses
-from jaxrl.influence.account import explained
+from jaxrl.influence.account import Step, explained
 from jaxrl.influence.audit import advantage_bound, pair_audit
 from jaxrl.influence.check import check_model, pair_slopes
 from jaxrl.influence.exactness import chosen_rows, score_identity
@@ -251,6 +251,17 @@ def test_a_decaying_schedule_needs_the_number_of_updates(world):
     spec = dataclasses.replace(SPEC, schedule="cosine")
     with pytest.raises(ValueError, match="total: the cosine schedule"):
         check_model(state.model, spec, state.opt_state, terms, probe)
+
+
+def test_a_schedule_that_has_run_out_is_checked_at_its_peak_rate(world):
+    state, terms, _ = world
+    spec = Optimiser(lr=1e-3, schedule="linear")
+    after = jax.tree.map(
+        lambda x: x + 20 if x.dtype == jnp.int32 else x, make_optimiser(spec, total=10).init(state.model)
+    )
+    step = Step(spec, state.model, after, terms, total=10)
+    assert step.lr == 1e-3
+    assert any(np.any(x) for x in jax.tree.leaves(step.change))
 
 
 def test_a_batch_without_signal_is_refused(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,10 @@ from jaxrl.types import Rows, Term
 
 
 class Step:
-    """One optimiser step, not yet taken: gradient, parameter change and learning rate."""
+    """One optimiser step, not yet taken: gradient, parameter change and learning rate.
+
+    A schedule that has run out, as after a run's last update, is replaced by its peak rate.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,8 @@ class Step:
         total: int,
         temperature: float = 1.0,
     ) -> None:
+        if not float(current_rate(spec, opt_state, total=total)) > 0:  # the schedule has run out
+            spec = dataclasses.replace(spec, schedule="constant", warmup=0)
         self.spec, self.model, self.opt_state, self.total = spec, model, opt_state, total
         self.gradient = batch_gradient(model, terms, reference, temperature=temperature, microbatch=spec.microbatch)
         tx = make_optimiser(spec, total=total)

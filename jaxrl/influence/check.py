@@ -68,7 +68,7 @@ def check_model(
 
     ``model`` and ``opt_state`` as they were before the step, ``terms`` the step's, the policy term
     first; ``reference`` and ``temperature`` as in training. ``total``: the run's number of updates,
-    needed by a schedule that decays. ``pairs``: training rows and probe rows of the pair sweep.
+    needed by a schedule that decays; one that has run out (rate 0) is checked at its peak rate. ``pairs``: training rows and probe rows of the pair sweep.
     ``group_size``: G of the bound's C. ``enumerated``: *every* response to one prompt with their
     truncated ends, for the score identity (C2). ``later``: parameters h steps on, for C10.
 
@@ -78,12 +78,9 @@ def check_model(
     """
     say = progress or (lambda message: None)
     model, reference, opt_state = _double(model), _double(reference), _double(opt_state)
-    later = {h: _double(m) for h, m in (later or {}).items()}
     if total is None and optimiser.schedule != "constant":
         raise ValueError(f"total: the {optimiser.schedule} schedule needs the run's number of updates, got None")
-    total = 1 if total is None else total
-    batch, spec = terms[0].batch, optimiser
-    train, rows, same = chosen_rows(batch.rows, probe.rows, counted(probe), pairs)
+    train, rows, same = chosen_rows(terms[0].batch.rows, probe.rows, counted(probe), pairs)
     bound_c = advantage_bound(group_size)
 
     say("gradients against finite differences")
@@ -94,13 +91,7 @@ def check_model(
     say("whole batch")
     whole = batch_sweep(model, terms[0], rows, temperature=temperature)
     say("optimiser step")
-    step = Step(spec, model, opt_state, terms, reference, total=total, temperature=temperature)
-    account, adam = step_account(step, rows)
-    at = int(np.argmin(np.abs(adam.eta - step.lr)))
-    account |= {
-        "against_sgd": against_sgd(adam.delta[at], whole.line.first),
-        "naive_violations": naive_violations(adam.delta[at], adam.eta[at], whole.kernel, whole.weight, bound_c),
-    }
+    step = Step(optimiser, model, opt_state, terms, reference, total=total or 1, temperature=temperature)
     found = {
         "c1": c1,
         "c2": c2,
@@ -108,13 +99,23 @@ def check_model(
         "c4": pair_audit(swept, bound_c),
         "c5": batch_slopes(whole.line) | order_audit(whole.line) | {"kernel_error": _kernel_error(whole)},
         "c6": batch_audit(whole.line, whole.kernel, whole.weight, whole.weight_advantage, whole.norms, bound_c),
-        "c9": account,
-        "c10": explained(model, later, rows, step),
+        "c9": optimiser_audit(step, rows, whole, bound_c),
+        "c10": explained(model, {h: _double(m) for h, m in (later or {}).items()}, rows, step),
     }
     result = verdicts(found)
     if out is not None:
         write_check(out, result, pair_arrays(swept, bound_c), batch_arrays(whole))
     return result
+
+
+def optimiser_audit(step: Step, rows: Rows, batch: BatchSweep, bound_c: float) -> dict[str, Any]:
+    """C9: the account of the step, and how it compares with what plain SGD and Eq. 4 would say of it."""
+    account, line = step_account(step, rows)
+    at = int(np.argmin(np.abs(line.eta - step.lr)))
+    return account | {
+        "against_sgd": against_sgd(line.delta[at], batch.line.first),
+        "naive_violations": naive_violations(line.delta[at], line.eta[at], batch.kernel, batch.weight, bound_c),
+    }
 
 
 def pair_slopes(pairs: Pairs, same: Bool[np.ndarray, "N M"]) -> dict[str, Any]:
