@@ -9,9 +9,12 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from jaxrl.mesh import make_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.hf import save_model
 from jaxrl.rl.algorithms import ALGORITHMS, Algorithm
@@ -29,6 +32,7 @@ from jaxrl.train.experiment import (
     ProbeSpec,
     RolloutSpec,
 )
+from jaxrl.train.loop import Run
 from jaxrl.train.supervised import BASE_CONFIG, train_base
 
 SMALL: ModelConfig = replace(BASE_CONFIG, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -59,7 +63,7 @@ def experiment(algorithm: Algorithm = GRPO, **changes: Any) -> Experiment:
             rollout=RolloutSpec(prompts=8, n=4, max_new_tokens=5, log_every=2),
             optimiser=Optimiser(lr=2e-3),
             steps=6,
-            mesh=MeshSpec(data=8, fsdp=1, tensor=1),
+            mesh=MeshSpec(data=-1, fsdp=1, tensor=1),
             probe=ProbeSpec(prompts=8, n=2),
             influence=InfluenceSpec(every=3, rows=4),
             eval=EvalSpec(every=3, n=4, k=(1, 4)),
@@ -86,3 +90,51 @@ def arrays(run: pathlib.Path) -> dict[str, np.ndarray]:
     names = sorted(str(f.parent.relative_to(root)) for f in root.rglob(".zarray"))
     spec = lambda name: {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{root / name}/"}}  # noqa: E731
     return {name: ts.open(spec(name), open=True).result().read().result() for name in names}
+
+
+def use_devices(monkeypatch: Any, count: int) -> None:
+    """Runs of this test take their mesh from the first ``count`` devices: 1 is fastest, and what a laptop has."""
+
+    def mesh(data: int, fsdp: int, tensor: int) -> Any:
+        return make_mesh(data, fsdp, tensor, devices=jax.devices()[:count])
+
+    monkeypatch.setattr("jaxrl.train.setup.make_mesh", mesh)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the library catches it."""
+
+
+def stop_before_update(monkeypatch: Any, step: int) -> None:
+    """The run dies at ``step`` with its rollouts collected and not trained on. ``monkeypatch.undo()`` mends it."""
+    update = Run.update
+
+    def dying(self: Run, *given: Any) -> Any:
+        if int(self.state.step) == step:
+            raise Killed
+        return update(self, *given)
+
+    monkeypatch.setattr(Run, "update", dying)
+
+
+def last_state(run: pathlib.Path) -> dict[str, np.ndarray]:
+    """Every array of the last checkpoint, by name: parameters, optimiser state, step, key."""
+    with ocp.StandardCheckpointer() as reader:
+        newest = max((run / "checkpoints").iterdir(), key=lambda f: int(f.name) if f.name.isdigit() else -1)
+        flat = reader.restore(newest.absolute() / "default")
+    return {name: np.asarray(value) for name, value in flat.items()}
+
+
+def assert_same_run(run: pathlib.Path, other: pathlib.Path) -> None:
+    """Bitwise the same state, metric lines, arrays, probe, rollout logs and summary; clocks aside."""
+    assert timeless(lines(run)) == timeless(lines(other))
+    pairs = [(last_state(run), last_state(other)), (arrays(run), arrays(other))]
+    pairs.append((dict(np.load(run / "probe.npz")), dict(np.load(other / "probe.npz"))))
+    for mine, theirs in pairs:
+        assert mine.keys() == theirs.keys()
+        different = [name for name in mine if mine[name].tobytes() != theirs[name].tobytes()]
+        assert different == []
+    logs = [{f.name: f.read_text() for f in (r / "rollouts").iterdir()} for r in (run, other)]
+    assert logs[0] == logs[1]
+    summaries = [json.loads((r / "summary.json").read_text()) | {"seconds": 0} for r in (run, other)]
+    assert summaries[0] == summaries[1]
