@@ -165,7 +165,7 @@ def _verdict(question: Question, report: worker.Report) -> Verdict:
     return Verdict(report.status, question.box, "complete", "math_verify", report.seconds)
 
 
-class _Popen(popen_spawn_posix.Popen):
+class _Launch(popen_spawn_posix.Popen):
     """Spawns without running the caller's main script again.
 
     The standard spawn imports ``__main__`` into the child: it would load jax there, and would train
@@ -183,7 +183,7 @@ class _Popen(popen_spawn_posix.Popen):
                 ours = threading.get_ident() == me
                 return {k: v for k, v in data.items() if not (ours and k.startswith("init_main"))}
 
-            spawn.get_preparation_data = without_main
+            spawn.get_preparation_data = without_main  # ty: ignore[invalid-assignment]
             try:
                 super()._launch(process_obj)
             finally:
@@ -192,8 +192,8 @@ class _Popen(popen_spawn_posix.Popen):
 
 class _Process(context.SpawnProcess):
     @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
-        return _Popen(process_obj)
+    def _Popen(process_obj: Any) -> _Launch:
+        return _Launch(process_obj)
 
 
 class _Spawn(context.SpawnContext):
