@@ -93,13 +93,13 @@ def test_the_teacher_distribution_sums_to_one_and_agrees_with_its_parts():
     np.testing.assert_allclose(dense.sum(axis=(1, 2, 3)), 1, rtol=0, atol=1e-12)
     family, a, b = msa.digits(ALL)
     truth, distractor = (a + family) % 10, (a + family + 1) % 10
-    np.testing.assert_allclose(dense.sum(axis=(1, 2))[ALL, truth], task.true_p(), atol=1e-12)
-    np.testing.assert_allclose(dense.sum(axis=(1, 2))[ALL, distractor], 1 - task.true_p(), atol=1e-12)
+    np.testing.assert_allclose(dense.sum(axis=(1, 2))[ALL, truth], task.true_p(), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(dense.sum(axis=(1, 2))[ALL, distractor], 1 - task.true_p(), rtol=0, atol=1e-12)
     shares = np.array([f.code_share for f in msa.FAMILIES])
-    np.testing.assert_allclose(dense.sum(axis=(2, 3))[:, 1], shares[family], atol=1e-12)
+    np.testing.assert_allclose(dense.sum(axis=(2, 3))[:, 1], shares[family], rtol=0, atol=1e-12)
     work = dense.sum(axis=(1, 3))
-    np.testing.assert_allclose(work[ALL, a], np.where(a == b, 1, 0.7), atol=1e-12)
-    np.testing.assert_allclose(work[ALL, b], np.where(a == b, 1, 0.3), atol=1e-12)
+    np.testing.assert_allclose(work[ALL, a], np.where(a == b, 1, 0.7), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(work[ALL, b], np.where(a == b, 1, 0.3), rtol=0, atol=1e-12)
 
 
 def test_supervised_batches_follow_the_teacher_distribution():

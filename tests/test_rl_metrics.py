@@ -137,7 +137,9 @@ def test_signal_weight_is_the_length_of_the_group_signal(x64):
         advantage = np.asarray(GroupZScore(eps=0.0)(graded_of([reward], np.ones((1, size), int)))[0])
         signal = (advantage * gradients).mean(0)
         difference = gradients[:k].mean(0) - gradients[k:].mean(0)
-        np.testing.assert_allclose(signal, np.sqrt(k * (size - k) * (size - 1) / size**3) * difference, atol=1e-12)
+        np.testing.assert_allclose(
+            signal, np.sqrt(k * (size - k) * (size - 1) / size**3) * difference, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(

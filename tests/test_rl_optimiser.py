@@ -39,15 +39,15 @@ def walk(spec, updates):
 def test_sgd_clips_by_global_norm_and_decays_every_parameter(x64, clip, scale):
     spec = Optimiser(type="sgd", lr=0.1, clip=clip, weight_decay=0.01)
     theta, g = flat(arrays(PARAMS)), flat(arrays(GRADS))
-    np.testing.assert_allclose(walk(spec, 1)[0], theta - 0.1 * (scale * g + 0.01 * theta), atol=1e-14)
+    np.testing.assert_allclose(walk(spec, 1)[0], theta - 0.1 * (scale * g + 0.01 * theta), rtol=0, atol=1e-14)
 
 
 @pytest.mark.x64
 def test_momentum_accumulates(x64):
     theta, g = flat(arrays(PARAMS)), flat(arrays(GRADS))
     first, second = walk(Optimiser(type="sgd", lr=0.1, momentum=0.9), 2)
-    np.testing.assert_allclose(first, theta - 0.1 * g, atol=1e-14)
-    np.testing.assert_allclose(second, first - 0.1 * 1.9 * g, atol=1e-14)
+    np.testing.assert_allclose(first, theta - 0.1 * g, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(second, first - 0.1 * 1.9 * g, rtol=0, atol=1e-14)
 
 
 @pytest.mark.x64
@@ -57,7 +57,7 @@ def test_adamw_steps_as_written(x64):
     for t, got in enumerate(walk(spec, 3), start=1):
         m, v = 0.8 * m + 0.2 * (g / 2), 0.95 * v + 0.05 * (g / 2) ** 2
         theta = theta - 1e-2 * ((m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-3) + 0.1 * theta)
-        np.testing.assert_allclose(got, theta, atol=1e-14)
+        np.testing.assert_allclose(got, theta, rtol=0, atol=1e-14)
 
 
 def test_learning_rate_schedules():

@@ -355,7 +355,7 @@ def test_forward_kl_on_correct_base_samples_only():
     kl = Kl(estimator="nll", scope="sequence", source="correct", samples=2)
     term = kl(0.5, graded, graded.rollouts.rows.mask(), jnp.ones(3, bool))
     per_row = jnp.max(term.batch.weight, axis=-1).reshape(3, 2)
-    np.testing.assert_allclose(per_row, [[0.25, 0], [0, 0], [0, 0.25]], atol=1e-7)
+    np.testing.assert_allclose(per_row, [[0.25, 0], [0, 0], [0, 0.25]], rtol=0, atol=1e-7)
 
 
 # --- truncated responses ----------------------------------------------------------------------
