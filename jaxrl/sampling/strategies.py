@@ -10,6 +10,7 @@ Every draw is an inverse-CDF look-up, so a row's token depends on its own logits
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax
@@ -28,11 +29,11 @@ class Greedy:
         return token, -jax.nn.logsumexp(logits - jnp.max(logits, axis=-1, keepdims=True), axis=-1)
 
 
-class _Sampled:
+class _Sampled(ABC):
     """A strategy that draws from the softmax of ``process(logits)``."""
 
-    def process(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        raise NotImplementedError
+    @abstractmethod
+    def process(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]: ...
 
     def __call__(self, logits: Float[Array, "B V"], uniform: Float[Array, " B"]) -> tuple[Int[Array, " B"], Array]:
         return inverse_cdf(self.process(logits), uniform)
