@@ -187,6 +187,15 @@ def test_training_asks_for_no_algorithm_by_name():
     assert "grpo" in ALGORITHMS
 
 
+def test_a_greedy_pass_that_only_the_log_wants_can_be_switched_off():
+    x = experiment(SELF)
+    ready, silent = setup.set_up(x), replace(x.rollout, log_greedy=False)
+    needed = Collector(ready.task, SELF, silent, x.reward, mesh=ready.mesh)(ready.base, ready.base, ready.root, 0)
+    assert needed.graded.greedy_correct is not None
+    logged = Collector(ready.task, GRPO, silent, x.reward, mesh=ready.mesh)(ready.base, None, ready.root, 0)
+    assert logged.graded.greedy_correct is None
+
+
 def test_no_reference_is_held_where_no_piece_needs_one(monkeypatch, tmp_path):
     held = {}
     monkeypatch.setattr(Run, "go", lambda self: held.update(reference=self.reference, run=self))

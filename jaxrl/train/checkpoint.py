@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl.errors import JaxrlError
 from jaxrl.train.experiment import CheckpointSpec
+from jaxrl.train.record import WriteFailed
 from jaxrl.types import TrainState
 
 
@@ -23,15 +25,26 @@ class Checkpoints:
             max_to_keep=spec.keep_last,
             keep_period=spec.keep_every,
             enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,  # a kill while saving leaves one
         )
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+        handler = ocp.StandardCheckpointHandler()  # named, so that a checkpoint can be described before it is read
+        self.manager = ocp.CheckpointManager(self.folder, item_handlers=handler, options=options)
 
     def save(self, state: TrainState) -> None:
-        """Store the state under its own step; an existing step is left as it is."""
+        """Store the state under its own step; an existing step is left as it is.
+
+        Raises ``WriteFailed`` when the file system refuses, and leaves nothing of this step.
+        """
         step = int(state.step)
-        if step not in self.manager.all_steps():
+        if step in self.manager.all_steps():
+            return
+        try:
             self.manager.save(step, args=ocp.args.StandardSave(flatten(state)))
             self.manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:  # a full disk has many names below Orbax
+            for part in self.folder.glob(f"{step}.*tmp*"):
+                shutil.rmtree(part, ignore_errors=True)
+            raise WriteFailed.of(self.folder / str(step), error) from error
 
     def steps(self) -> list[int]:
         """Steps that can be restored, ascending."""
@@ -48,17 +61,32 @@ class Checkpoints:
         if step not in steps:
             held = ", ".join(map(str, steps)) or "none"
             raise JaxrlError(f"{self.folder}: no checkpoint of step {step}; there are: {held}")
-        wanted = flatten(like)
+        wanted, path = flatten(like), self.folder / str(step)
         try:
+            stored = {name: tuple(entry.shape) for name, entry in self.manager.item_metadata(step).items()}
+            _check_fit({name: tuple(leaf.shape) for name, leaf in wanted.items()}, stored, path)
             flat = self.manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        except (ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            said = " ".join(str(error).split())[:300]
             raise JaxrlError(
-                f"{self.folder}/{step}: the checkpoint does not fit this model or optimiser: {error}"
+                f"{path}: the checkpoint cannot be read: {said}; resume from another, or remove it"
             ) from error
         return unflatten(like, flat)
 
     def close(self) -> None:
         self.manager.close()
+
+
+def _check_fit(wanted: dict[str, Any], stored: dict[str, Any], path: pathlib.Path) -> None:
+    """Raise ``JaxrlError`` naming the first array that one side lacks or has in another shape."""
+    for name in sorted(wanted.keys() | stored.keys()):
+        mine, theirs = wanted.get(name), stored.get(name)
+        if mine != theirs:
+            expected = "no such array" if mine is None else f"shape {mine}"
+            found = "is not there" if theirs is None else f"has shape {theirs}"
+            raise JaxrlError(
+                f"{path}: {name} {found}, expected {expected}; the checkpoint is of another model or optimiser"
+            )
 
 
 def flatten(state: TrainState) -> dict[str, Any]:
@@ -77,7 +105,7 @@ def unflatten(like: TrainState, flat: dict[str, Any]) -> TrainState:
 
 def name_of(path: tuple[Any, ...]) -> str:
     """``model.layers.q`` from a pytree path."""
-    return re.sub(r"[^A-Za-z0-9_]+", ".", jax.tree_util.keystr(path)).strip(".")
+    return re.sub(r"[^A-Za-z0-9_]+", ".", jax.tree_util.keystr(path)).strip(".").removesuffix(".value")
 
 
 def _is_key(leaf: Any) -> bool:
