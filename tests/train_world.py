@@ -98,7 +98,8 @@ def use_devices(monkeypatch: Any, count: int) -> None:
     def mesh(data: int, fsdp: int, tensor: int) -> Any:
         return make_mesh(data, fsdp, tensor, devices=jax.devices()[:count])
 
-    monkeypatch.setattr("jaxrl.train.setup.make_mesh", mesh)
+    for user in ("setup", "dryrun"):
+        monkeypatch.setattr(f"jaxrl.train.{user}.make_mesh", mesh)
 
 
 class Killed(BaseException):
