@@ -118,10 +118,10 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(model, tmp_path):
 
 def test_a_dry_run_tells_shapes_and_memory_and_takes_no_step(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    said = command("train", ROOT / "configs" / "msa0" / "self.yaml", "--dry-run")
+    said = command("train", ROOT / "configs" / "msa0" / "grpo.yaml", "--dry-run")
     assert said["shapes"]["rows a mini-batch"] == 128
     assert said["shapes"]["row width"] == 10
-    assert said["shapes"]["terms"] == ["clip", "full"]
+    assert said["shapes"]["terms"] == ["clip"]
     assert said["model"]["parameters"] == 26_016
     assert all(said[f"memory of {what} (MiB a device)"]["arguments"] > 0 for what in ("an update", "sampling"))
     assert list(tmp_path.iterdir()) == []

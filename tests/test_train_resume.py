@@ -15,6 +15,7 @@ import yaml
 from train_world import (
     GRPO,
     SELF,
+    TWICE,
     Killed,
     assert_same_run,
     experiment,
@@ -25,17 +26,13 @@ from train_world import (
 
 import jaxrl
 from jaxrl.config import to_tree
-from jaxrl.rl.optimiser import Optimiser
 from jaxrl.train import pending
 from jaxrl.train.experiment import InfluenceSpec, MeshSpec
 
-TWICE = replace(GRPO, minibatches=2, epochs=2)
 CASES = {
     "grpo": experiment(GRPO),
     "self": experiment(SELF),
-    "two epochs of two mini-batches by SGD with momentum": experiment(
-        TWICE, optimiser=Optimiser(type="sgd", lr=0.1, momentum=0.9, microbatch=3)
-    ),
+    "two epochs of two mini-batches by SGD with momentum": experiment(**TWICE),
 }
 
 

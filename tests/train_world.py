@@ -18,6 +18,7 @@ from jaxrl.mesh import make_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.hf import save_model
 from jaxrl.rl.algorithms import ALGORITHMS, Algorithm
+from jaxrl.rl.filters import SampleAll
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.weights import TokenMean
@@ -42,6 +43,13 @@ SELF = replace(
     weights=TokenMean(over="kept"),
     regularisers=((0.1, Kl(direction="forward", scope="token", estimator="full", prompts="all", samples=2)),),
 )
+FILTER_ONLY = replace(SELF, regularisers=())
+FKL_ONLY = replace(SELF, prefilter=SampleAll())
+# Two epochs of two mini-batches by SGD with momentum, three rows a pass.
+TWICE = {
+    "algorithm": replace(GRPO, minibatches=2, epochs=2),
+    "optimiser": Optimiser(type="sgd", lr=0.1, momentum=0.9, microbatch=3),
+}
 
 
 @functools.cache

@@ -88,9 +88,16 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
     return Setup(task, mesh, root, base, base if needs else None, tx)
 
 
-@cache
 def cached_optimiser(spec: Optimiser, total: int) -> optax.GradientTransformation:
-    """One object for one setting: it is static under jit, so runs of one process share their programs."""
+    """One object for one setting: it is static under jit, so runs of one process share their programs.
+
+    A constant rate does not ask how long the run is.
+    """
+    return _optimiser(spec, 1 if spec.schedule == "constant" else total)
+
+
+@cache
+def _optimiser(spec: Optimiser, total: int) -> optax.GradientTransformation:
     return make_optimiser(spec, total=total)
 
 
