@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from train_world import GRPO, experiment, last_state, lines, use_devices
 
 import jaxrl
 from jaxrl import cli, keys
+from jaxrl.commands.runs import open_run
 from jaxrl.config import to_tree
 from jaxrl.errors import UsageError
 from jaxrl.influence.probe import load_probe
@@ -90,6 +92,15 @@ def named(model) -> dict:
     """Parameters by their names in a checkpoint."""
     paths = jax.tree_util.tree_flatten_with_path(model)[0]
     return {f"model{jax.tree_util.keystr(path)}".removesuffix(".value"): leaf for path, leaf in paths}
+
+
+def test_a_run_is_opened_on_other_devices_than_it_was_trained_on(run, monkeypatch, tmp_path):
+    tree = json.loads((run / "config.json").read_text())
+    tree["experiment"]["mesh"] = {"data": 1, "fsdp": 1, "tensor": 1}
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(tree))
+    use_devices(monkeypatch, 2)
+    assert open_run(tmp_path / "run").setup.mesh.size == 2
 
 
 def test_a_run_is_evaluated_on_a_set_of_its_own_task(run, tmp_path):

@@ -6,7 +6,7 @@ import argparse
 import json
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl import config
@@ -17,7 +17,7 @@ from jaxrl.report import render
 from jaxrl.report.mirror import to_tensorboard, to_wandb
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.dryrun import dry_run
-from jaxrl.train.experiment import Experiment
+from jaxrl.train.experiment import Experiment, MeshSpec
 from jaxrl.train.setup import Setup, set_up
 from jaxrl.types import TrainState
 
@@ -43,14 +43,20 @@ def is_run(path: str | pathlib.Path) -> bool:
 
 
 def open_run(folder: pathlib.Path, step: int | None = None) -> OpenedRun:
-    """Open a run at a checkpoint (default: its last). Raises ``UsageError`` when it is not a run folder."""
+    """Open a run at a checkpoint (default: its last), on the devices that are here, whatever it was trained on.
+
+    Raises ``UsageError`` when it is not a run folder.
+    """
     if not is_run(folder):
         raise UsageError(f"{folder}: not a run folder; expected the config.json that `jaxrl train` writes")
     experiment = read_experiment(folder)
-    setup = set_up(experiment, folder)
+    setup = set_up(replace(experiment, mesh=MeshSpec()), folder)
     checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
     try:
         state = checkpoints.restore(setup.first_state(), step)
+    except BaseException:
+        setup.task.close()
+        raise
     finally:
         checkpoints.close()
     return OpenedRun(folder, experiment, setup, state)
