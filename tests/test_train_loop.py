@@ -29,7 +29,7 @@ from jaxrl.models.hf import load_model
 from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.train import loop, setup
-from jaxrl.train.collect import Collector
+from jaxrl.train.collect import Collector, prompts_a_call
 from jaxrl.train.experiment import CheckpointSpec, EvalSpec, InfluenceSpec, MeshSpec, ProbeSpec
 from jaxrl.train.loop import Run
 from jaxrl.train.observe import scored
@@ -321,4 +321,5 @@ def test_the_rows_of_a_step_are_split_over_the_devices(monkeypatch):
     collector = Collector(ready.task, x.algorithm, x.rollout, x.reward, None, ready.mesh)
     prompts = collector.place(ready.task.pools["train"].take(keys.root(0), 0, 8))
     assert {s.data.shape for s in prompts.tokens.addressable_shards} == {(2, 5)}
-    assert collector._part() == 4  # a whole share for every device
+    assert prompts_a_call(x.rollout, SELF) == 2
+    assert prompts_a_call(x.rollout, SELF, ready.mesh) == 4  # a whole share for every device

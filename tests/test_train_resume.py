@@ -114,12 +114,16 @@ def test_rollouts_held_of_another_step_or_unreadable_are_ignored(whole, monkeypa
     assert_same_run(run, whole("grpo"))
 
 
-def test_a_metric_line_cut_in_half_by_a_kill_is_written_again(whole, monkeypatch, tmp_path):
+def test_what_a_kill_left_half_written_is_written_again(whole, monkeypatch, tmp_path):
     run = killed(monkeypatch, "grpo", tmp_path / "run", 5)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "kind": "tra')
+    half = run / "checkpoints" / "6.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "manifest").write_text("cut")
     jaxrl.train(CASES["grpo"], out=run, resume=True, quiet=True)
     assert_same_run(run, whole("grpo"))
+    assert not half.exists()
 
 
 def test_no_evaluation_is_written_twice(whole, monkeypatch, tmp_path):

@@ -113,10 +113,9 @@ class Collector:
         self, policy: Decoder, prompts: Prompts, kept: Bool[np.ndarray, " P"], root: Key[Array, ""], step: int
     ) -> Rollouts:
         """Rollouts of the kept prompts, in calls of one fixed shape; the others stay empty."""
-        spec = self.spec
-        if spec.chunk is None and "greedy_correct" not in self.algorithm.needs:
+        spec, size = self.spec, prompts_a_call(self.spec, self.algorithm, self.mesh)
+        if size == spec.prompts and kept.all():
             return _sample(self, policy, prompts, spec.strategy, spec.n, root, step)
-        size = spec.chunk or self._part()
         out = _empty(prompts, spec.n, spec.max_new_tokens)
         index = np.flatnonzero(kept)
         for part in (index[i : i + size] for i in range(0, len(index), size)):
@@ -127,11 +126,6 @@ class Collector:
                 whole[part] = piece[: len(part)]
         return out
 
-    def _part(self) -> int:
-        """Prompts a sampling call when a prefilter may drop some: a fraction, in whole shares of the mesh."""
-        split = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in RULES["rows"])
-        return min(self.spec.prompts, -(-self.spec.prompts // PREFILTER_PARTS // split) * split)
-
     def _with_base_samples(
         self, graded: Graded, reference: Decoder | None, prompts: Prompts, root: Key[Array, ""], step: int
     ) -> tuple[Graded, int]:
@@ -141,6 +135,16 @@ class Collector:
         right = self.correct(prompts, base)
         spent = int(np.asarray(base.rows.response_length()).sum())
         return replace(graded, base=base, base_correct=right), spent
+
+
+def prompts_a_call(spec: RolloutSpec, algorithm: Algorithm, mesh: Mesh | None = None) -> int:
+    """Prompts of one sampling call: all, ``chunk``, or where a prefilter may drop some a part, in whole mesh shares."""
+    if spec.chunk is not None:
+        return min(spec.chunk, spec.prompts)
+    if "greedy_correct" not in algorithm.needs:
+        return spec.prompts
+    split = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["rows"])
+    return min(spec.prompts, -(-spec.prompts // PREFILTER_PARTS // split) * split)
 
 
 def temperature_of(strategy: Strategy) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl import keys
-from jaxrl.mesh import make_mesh, shardings, state_shardings
+from jaxrl.mesh import make_mesh, partition, shardings, state_shardings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import abstract_model, param_axes
 from jaxrl.models.hf_config import read_config
@@ -20,7 +21,7 @@ from jaxrl.rl.algorithms import prepare
 from jaxrl.rl.optimiser import make_optimiser
 from jaxrl.rl.update import update
 from jaxrl.sampling.generate import compile_generate
-from jaxrl.train.collect import temperature_of
+from jaxrl.train.collect import prompts_a_call, temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.setup import total_updates
 from jaxrl.train.supervised import BASE_CONFIG
@@ -53,8 +54,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     where = state_shardings(mesh, like, model, place)
     opt_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, where)
     state = TrainState(_array((), jnp.int32), model, opt_state, jax.eval_shape(lambda: keys.root(0)))
-    graded = abstract_graded(x, task)
-    minibatches = jax.eval_shape(lambda g: prepare(x.algorithm, g), graded)
+    minibatches = on_mesh(mesh, jax.eval_shape(lambda g: prepare(x.algorithm, g), abstract_graded(x, task)))
     reference = model if x.algorithm.needs & {"reference_model", "ref_logps", "base_samples"} else None
     step = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
     compiled = step.lower(
@@ -67,7 +67,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     ).compile()
     sampler = compile_generate(
         model,
-        prompts=x.rollout.prompts,
+        prompts=prompts_a_call(x.rollout, x.algorithm, mesh),
         width=task.pools["train"].width,
         n=x.rollout.n,
         max_new_tokens=x.rollout.max_new_tokens,
@@ -122,6 +122,16 @@ def abstract_graded(x: Experiment, task: Task) -> Graded:
         base=_rollouts(p, count, width) if count else None,
         base_correct=_array((p, count), jnp.bool_) if count else None,
     )
+
+
+def on_mesh(mesh: Mesh, tree: Any) -> Any:
+    """Abstract arrays with a leading axis of rows, placed as the loop places them."""
+
+    def place(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = partition(mesh, ("rows", *(None,) * (a.ndim - 1))[: a.ndim], a.shape)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
 
 
 def memory(compiled: Any) -> dict[str, float]:
