@@ -158,6 +158,7 @@ def _export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--step", type=index, metavar="S", help="checkpoint (default: the last)")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default float32)")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="a Hugging Face model folder")
+    p.add_argument("--overwrite", action="store_true", help="replace what DIR holds")
 
 
 # name -> (arguments, one line, example)

@@ -5,7 +5,12 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+FLAGS = "--xla_force_host_platform_device_count=8"
+# Most of the suite's time is compilation of programs that run once on tiny arrays: without LLVM's
+# expensive passes it halves. JAXRL_TEST_OPTIMISED=1 compiles as the product does (CI's slow tests).
+if not os.environ.get("JAXRL_TEST_OPTIMISED"):
+    FLAGS += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 

@@ -83,7 +83,8 @@ def export(arguments: argparse.Namespace) -> Mapping[str, Any]:
     run = open_run(arguments.run, arguments.step)
     try:
         source = run.experiment.model.path
-        save_model(run.state.model, arguments.out, arguments.dtype or "float32", source=source)
+        dtype = arguments.dtype or "float32"
+        save_model(run.state.model, arguments.out, dtype, source=source, overwrite=arguments.overwrite)
     finally:
         run.setup.task.close()
     return {"model": str(arguments.out), "step": run.step, "dtype": arguments.dtype or "float32"}

@@ -186,7 +186,9 @@ def save_model(
         raise UsageError(f"dtype: unknown {dtype!r}; {nearest(dtype, DTYPE_NAMES)}")
     stored = dtype or config.checkpoint_dtype or "float32"
     if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise JaxrlError(f"{target}: exists already; choose another folder, or ask to overwrite it")
+        raise JaxrlError(
+            f"{target}: exists already; choose another folder, or overwrite it (overwrite=True, or --overwrite)"
+        )
     origin = _origin(config, source)
     settings = _settings(config, stored, origin)
     scratch = target.parent / f".{target.name}.{os.getpid()}.tmp"

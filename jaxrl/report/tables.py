@@ -129,7 +129,9 @@ def influence(runs: Sequence[Run]) -> Table:
     columns = ("run", "step", *(label for _, label in names), "KL(base‖now) (A19)")
     caption = (
         "Change of the probe's summed log-probability since step 0 in nats, with 95 % cluster-robust intervals: "
-        f"the mean over all base samples can only fall (it is {MINUS}KL), so read the columns against it."
+        f"the mean over all base samples can only fall (it is {MINUS}KL), so read the columns against it. Only prompts "
+        "of which the probe holds a correct sample enter Δ⁺: easy ones more than hard ones, so it differs from the "
+        "exact mean over all prompts in the decomposition's table."
     )
     return Table("influence", caption, columns, tuple(rows))
 

@@ -66,6 +66,9 @@ class ReleasedCode:
 class Custom:
     """A function of the caller's, ``call="module:function"``, from a ``Verdict`` to a number.
 
+    ``def reward(verdict) -> float``: ``verdict.status`` is ``correct``, ``wrong``, ``no_box``, ``timeout`` or
+    ``error``; ``verdict.answer`` what the response boxed. The module is imported from where jaxrl runs.
+
     Raises ``ValueError`` when made, if the module or the function is not there, and when called, if
     the function returns anything but a finite number.
     """

@@ -185,8 +185,8 @@ def _with_good_golds(
     ids = [str(problems[i].id) for i in bad]
     if policy == "abort":
         raise JaxrlError(
-            f"task: {len(bad)} gold answers of {name} cannot be parsed: {', '.join(ids[:10])}"
-            f"{' ...' if len(ids) > 10 else ''}; mend the file, or set task.on_bad_gold=drop to leave them out"
+            f"task: {len(bad)} gold answers of the {name} problems cannot be parsed: {', '.join(ids[:10])}"
+            f"{' ...' if len(ids) > 10 else ''}; mend the file, or leave them out (in a config: task.on_bad_gold: drop)"
         )
     notes.setdefault("bad_golds_dropped", {})[name] = ids
     gone = set(bad)
