@@ -222,7 +222,7 @@ def test_the_unfinished_last_line_of_a_killed_run_is_left_out_and_noted(tmp_path
     assert any("line 2" in note and "cut off" in note for note in run.notes)
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "x', "[1]", '{"x": 1}', '{"step": "one"}'])
+@pytest.mark.parametrize("line", ['{"step": 1, "x', "[1]", "5", '{"x": 1}', '{"step": "one"}', '{"step": 1e400}'])
 def test_a_malformed_line_elsewhere_is_an_error_with_its_number(tmp_path, line):
     folder = only_metrics(tmp_path / "r", '{"step": 0, "x": 1}', line, '{"step": 2, "x": 1}')
     with pytest.raises(JaxrlError, match=r"metrics\.jsonl:2: expected one JSON object"):
@@ -251,6 +251,24 @@ def test_malformed_json_and_npz_are_named(tmp_path):
     (run / "probe.npz").write_bytes(b"no archive")
     with pytest.raises(JaxrlError, match=r"probe\.npz: expected an \.npz file"):
         read_run(run)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"experiment": null}'])
+def test_a_config_that_is_no_runs_is_named(text, tmp_path):
+    run = only_metrics(tmp_path / "r", '{"step": 0, "x": 1}')
+    (run / "config.json").write_text(text)
+    with pytest.raises(JaxrlError, match=r"config\.json: expected"):
+        read_run(run)
+
+
+def test_an_exact_evaluation_that_lacks_a_part_is_left_out_and_noted(tmp_path):
+    run = make_run(tmp_path / "r", arrays=False)
+    exact = json.loads((run / "eval" / "exact.json").read_text())
+    del exact["delta_plus"]
+    (run / "eval" / "exact.json").write_text(json.dumps(exact))
+    found = read_run(run)
+    assert found.exact == {}
+    assert "eval/exact.json was left out: it has no delta_plus." in found.notes
 
 
 def test_a_run_folder_reads_back(two_runs):

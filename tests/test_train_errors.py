@@ -5,20 +5,23 @@ import json
 import resource
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from train_world import GRPO, SMALL, Killed, assert_same_run, experiment, lines, stop_before_update, use_devices
 
 import jaxrl
 from jaxrl import keys
+from jaxrl.config import to_tree
 from jaxrl.errors import GateFailed, JaxrlError, UsageError
 from jaxrl.models.decoder import init_model
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.sampling.strategies import Greedy, TopK, TopP
-from jaxrl.train import setup
+from jaxrl.train import pending, setup
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.experiment import EvalSpec, InfluenceSpec, MeshSpec, ModelSpec, RolloutSpec
 from jaxrl.train.loop import Run
+from jaxrl.train.progress import Progress
 from jaxrl.train.record import WriteFailed, append, write_json, write_jsonl
 
 X = experiment(GRPO, influence=InfluenceSpec(every=0), eval=EvalSpec(every=0, n=4, k=(1,)))
@@ -217,3 +220,83 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path):
     with full_disk(), pytest.raises(WriteFailed, match=r"lines.jsonl: cannot be written: File too large"):
         append(file, json.dumps({"cut": "x" * 1000}) + "\n")
     assert file.read_bytes() == before
+
+
+# ---------------------------------------------------------------- a run that has lost a part of itself
+
+
+def done_run(folder, steps=2, recorded=2):
+    """What the checks before a resumed run look at, without the training."""
+    (folder / "checkpoints" / str(steps)).mkdir(parents=True)
+    (folder / "arrays.zarr" / "reward").mkdir(parents=True)
+    (folder / "arrays.zarr" / "reward" / ".zarray").write_text("{}")
+    records = [{"step": step, "kind": "train"} for step in range(recorded)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    (folder / "config.json").write_text(json.dumps({"experiment": to_tree(X)}))
+    return folder
+
+
+def refused(folder, steps, match, kind=UsageError):
+    """The run is refused, and every file is as it was."""
+    before = {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    with pytest.raises(kind, match=match):
+        jaxrl.train(replace(X, steps=steps), out=folder, resume=True)
+    assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
+
+
+def test_a_run_past_the_steps_asked_for_is_left_as_it_is(tmp_path):
+    refused(done_run(tmp_path, 4, 4), 3, "4 steps are done; steps must be at least 4, got 3")
+
+
+def test_a_checkpoint_without_what_was_recorded_before_it_is_refused(tmp_path):
+    (done_run(tmp_path / "a") / "metrics.jsonl").unlink()
+    refused(tmp_path / "a", 6, "cannot resume at step 2: metrics.jsonl of the steps before it is missing; put it back")
+    (done_run(tmp_path / "b") / "arrays.zarr" / "reward" / ".zarray").unlink()
+    refused(tmp_path / "b", 6, "arrays.zarr of the steps before it is missing")
+    refused(done_run(tmp_path / "c", 4, 2), 6, "metrics.jsonl ends with step 1, so it is older than the checkpoint")
+
+
+@pytest.mark.parametrize("line", ["5", '{"step": 1e400}', "{"])
+def test_a_damaged_metric_line_is_named_when_a_run_is_resumed(line, tmp_path):
+    file = done_run(tmp_path) / "metrics.jsonl"
+    file.write_text('{"step": 0, "kind": "train"}\n' + line + "\n")
+    refused(tmp_path, 6, r"metrics\.jsonl:2: expected one JSON object", JaxrlError)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected a JSON object, got list"),
+        ("5", "expected a JSON object, got int"),
+        ('{"experiment": null}', "expected the settings of a run under experiment, got None"),
+        ("{\n,", r"config\.json:2: malformed JSON"),
+    ],
+)
+def test_a_damaged_config_is_named_when_a_run_is_resumed(text, message, tmp_path):
+    (done_run(tmp_path) / "config.json").write_text(text)
+    refused(tmp_path, 6, rf"config\.json.*{message}|{message}", JaxrlError)
+
+
+@pytest.mark.parametrize("content", [b"cut", b""])
+def test_pending_rollouts_that_cannot_be_read_are_collected_again(content, tmp_path):
+    (tmp_path / pending.FILE).write_bytes(content)
+    assert pending.load(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize("arrays", [{}, {"note": "5"}, {"note": '{"step": 0, "verdicts": [], "generated_tokens": 1}'}])
+def test_pending_rollouts_that_lack_a_part_are_collected_again(arrays, tmp_path):
+    np.savez(tmp_path / pending.FILE, **arrays)
+    assert pending.load(tmp_path, 0) is None
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", X.checkpoint)
+    with pytest.raises(JaxrlError, match="this run has no checkpoint yet"):
+        checkpoints.restore({})
+    checkpoints.close()
+
+
+def test_the_progress_of_a_resumed_run_counts_the_whole_run(capsys):
+    with Progress(10, "run", done=6) as bar:
+        bar.advance(4)
+    assert "run: 10/10 steps" in capsys.readouterr().err

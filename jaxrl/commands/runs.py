@@ -12,11 +12,13 @@ from typing import Any
 from jaxrl import config
 from jaxrl import train as run_experiment
 from jaxrl.errors import UsageError
+from jaxrl.jsonfile import read_object
 from jaxrl.models.hf import save_model
 from jaxrl.report import render
 from jaxrl.report.mirror import to_tensorboard, to_wandb
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.dryrun import dry_run
+from jaxrl.train.entry import experiment_of
 from jaxrl.train.experiment import Experiment, MeshSpec
 from jaxrl.train.setup import Setup, set_up
 from jaxrl.types import TrainState
@@ -39,7 +41,7 @@ class OpenedRun:
 def is_run(path: str | pathlib.Path) -> bool:
     """True for a folder that ``train`` wrote; a model folder's ``config.json`` has no experiment."""
     file = pathlib.Path(path) / "config.json"
-    return file.is_file() and "experiment" in json.loads(file.read_text())
+    return file.is_file() and "experiment" in read_object(file)
 
 
 def open_run(folder: pathlib.Path, step: int | None = None) -> OpenedRun:
@@ -65,7 +67,7 @@ def open_run(folder: pathlib.Path, step: int | None = None) -> OpenedRun:
 def read_experiment(folder: pathlib.Path) -> Experiment:
     """The experiment of a run folder."""
     file = folder / "config.json"
-    return config.from_tree(json.loads(file.read_text())["experiment"], str(file))
+    return config.from_tree(experiment_of(file), str(file))
 
 
 def train(arguments: argparse.Namespace) -> Mapping[str, Any]:

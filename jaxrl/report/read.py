@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import JaxrlError, nearest
+from jaxrl.jsonfile import read_line
+from jaxrl.jsonfile import read_object as read_json
 
 NAMES = re.compile(r"^eval/(?P<set>[^/]+)/(?P<preset>[^/]+)/(?P<measure>.+)$")
+EXACT = ("p_base", "p_now", "delta_plus")  # what the decomposition A5 reads of an exact evaluation
 SPLITS = ("train", "heldout", "ood")  # drawn first and in this order; other sets follow by name
 
 
@@ -134,6 +137,8 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     notes: list[str] = []
     whole = _read_json(path / "config.json", notes)
     config = whole.get("experiment", whole)
+    if not isinstance(config, dict):
+        raise JaxrlError(f"{path / 'config.json'}: expected the settings of a run under experiment, got {config!r}")
     environment = {} if config is whole else {key: value for key, value in whole.items() if key != "experiment"}
     return Run(
         path=path,
@@ -142,7 +147,7 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
         environment=environment,
         metrics=_read_metrics(path / "metrics.jsonl", notes),
         probe=read_arrays(path / "probe.npz"),
-        exact=_read_exact(path / "eval"),
+        exact=_read_exact(path / "eval", notes),
         summary=_read_json(path / "summary.json", []),
         notes=tuple(notes),
     )
@@ -157,17 +162,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {key: file[key] for key in file.files}
     except Exception as error:
         raise JaxrlError(f"{path}: expected an .npz file of plain arrays, got {error}; write it again") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises ``JaxrlError`` with file and line number when it is malformed."""
-    try:
-        value = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise JaxrlError(f"{path}:{error.lineno}: malformed JSON ({error.msg}); write the file again") from error
-    if not isinstance(value, dict):
-        raise JaxrlError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -201,29 +195,36 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, dict[int, float]]:
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
-            step = int(line["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and isinstance(error, json.JSONDecodeError):  # no newline after it
+            line = read_line(text, path, number)
+        except JaxrlError as error:
+            if number == len(lines) and isinstance(error.__cause__, json.JSONDecodeError):  # no newline after it
                 notes.append(f"The last line of {path.name} (line {number}) is cut off and was left out.")
                 break
-            raise JaxrlError(
-                f'{path}:{number}: expected one JSON object with an integer "step", got {text[:60]!r} '
-                f"({error}); remove or repair the line"
-            ) from error
+            raise
+        step = line["step"]
         if line.get("not_finite"):
-            notes.append(f"The run stopped at step {step}: {', '.join(line['not_finite'])} was not finite.")
+            notes.append(f"The run stopped at step {step}: {_listed(line['not_finite'])} was not finite.")
         for name, value in line.items():
-            number_like = value is None or isinstance(value, int | float)
-            if number_like and name not in ("step", "time"):
+            if (value is None or isinstance(value, int | float)) and name not in ("step", "time"):
                 metrics.setdefault(name, {})[step] = float("nan") if value is None else float(value)
     return metrics
 
 
-def _read_exact(folder: Path) -> dict[str, Any]:
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _read_exact(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """The newest ``exact*.json`` that has what A5 needs; a note for each that lacks a part of it."""
     files = sorted(folder.glob("exact*.json")) if folder.is_dir() else []
-    read = [read_json(file) | {"file": str(file)} for file in files]
-    usable = [value for value in read if "p_base" in value and "p_now" in value]
+    usable = []
+    for file in files:
+        value = read_json(file)
+        missing = [key for key in EXACT if not isinstance(value.get(key), list)]
+        if missing:
+            notes.append(f"eval/{file.name} was left out: it has no {', '.join(missing)}.")
+        else:
+            usable.append(value | {"file": str(file)})
     return max(usable, key=lambda value: value.get("step", -1)) if usable else {}
 
 

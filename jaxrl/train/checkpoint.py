@@ -58,9 +58,10 @@ class Checkpoints:
         """
         steps = self.steps()
         step = steps[-1] if step is None and steps else step
+        if not steps:
+            raise JaxrlError(f"{self.folder}: this run has no checkpoint yet; train it on with --resume")
         if step not in steps:
-            held = ", ".join(map(str, steps)) or "none"
-            raise JaxrlError(f"{self.folder}: no checkpoint of step {step}; there are: {held}")
+            raise JaxrlError(f"{self.folder}: no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
         wanted, path = flatten(like), self.folder / str(step)
         try:
             stored = {name: tuple(entry.shape) for name, entry in self.manager.item_metadata(step).items()}

@@ -6,14 +6,24 @@ It stands above every layer, so what it calls is loaded when it is called.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jaxrl.errors import JaxrlError
+from jaxrl.jsonfile import read_object
 
 if TYPE_CHECKING:
     from jaxrl.models.decoder import Decoder
     from jaxrl.train.experiment import Experiment
+
+
+def experiment_of(file: pathlib.Path) -> dict[str, Any]:
+    """What a run folder's ``config.json`` says under ``experiment``. Raises ``JaxrlError`` naming the file."""
+    found = read_object(file).get("experiment")
+    if not isinstance(found, dict):
+        raise JaxrlError(f"{file}: expected the settings of a run under experiment, got {found!r}; it is no run's config")
+    return found
 
 
 def train(
@@ -38,5 +48,5 @@ def train(
     echo = config.to_tree(experiment)
     held = None if out is None else pathlib.Path(out, "config.json")
     if resume and held is not None and held.is_file():
-        config.check_resume(json.loads(held.read_text()).get("experiment", {}), echo, out)
+        config.check_resume(experiment_of(held), echo, out)
     return loop.train(experiment, echo, out=out, resume=resume, base=base, quiet=quiet)

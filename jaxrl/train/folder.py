@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.errors import JaxrlError, UsageError
-from jaxrl.train.record import MetricLog, write_json
+from jaxrl.jsonfile import read_object
+from jaxrl.train.record import MetricLog, metric_lines, write_json
 
 CONFIG, SUMMARY = "config.json", "summary.json"
 HELD = (CONFIG, "base", "checkpoints", "metrics.jsonl", "arrays.zarr", "probe.npz")  # what makes a folder a run's
@@ -42,20 +42,48 @@ def open_folder(folder: pathlib.Path, resume: bool) -> pathlib.Path:
     return folder
 
 
+def check_held(folder: pathlib.Path, steps: int) -> None:
+    """Refuse, before anything is rewritten, to go on with a run that is past ``steps`` or has lost a part of itself.
+
+    A checkpoint of step N stands on what the N steps before it recorded: a run that went on without would say it
+    began in the middle. Raises ``UsageError``.
+    """
+    done = max((int(f.name) for f in (folder / "checkpoints").glob("*") if f.name.isdigit()), default=0)
+    if done > steps:
+        raise UsageError(f"{folder}: {done} steps are done; steps must be at least {done}, got {steps}")
+    if not done:
+        return
+    needed = {"metrics.jsonl": folder / "metrics.jsonl", "arrays.zarr": folder / "arrays.zarr" / "reward" / ".zarray"}
+    missing = [name for name, file in needed.items() if not file.exists()]
+    if missing:
+        raise UsageError(
+            f"{folder}: cannot resume at step {done}: {' and '.join(missing)} of the steps before it "
+            f"{'is' if len(missing) == 1 else 'are'} missing; put it back, or start a new run with another --out"
+        )
+    trained = (line["step"] for _, line in metric_lines(folder / "metrics.jsonl") if line.get("kind") == "train")
+    last = max(trained, default=-1)
+    if last < done - 1:
+        ends = f"ends with step {last}" if last >= 0 else "holds no step"
+        raise UsageError(
+            f"{folder}: cannot resume at step {done}: metrics.jsonl {ends}, so it is older than the checkpoint; put the "
+            f"whole file back, remove checkpoints/ beyond step {last + 1}, or start a new run with another --out"
+        )
+
+
 def describe_run(folder: pathlib.Path, echo: Mapping[str, Any], about: Mapping[str, Any], resume: bool) -> None:
     """Write ``config.json``: the resolved experiment, and ``about`` what runs it.
 
     A run that goes on keeps what its first part said, and lists what each later part ran on under ``resumed``.
     """
     if resume:
-        held = json.loads((folder / CONFIG).read_text())
+        held = read_object(folder / CONFIG)
         about = held | {"resumed": [*held.get("resumed", []), dict(about)]}
     write_json(folder / CONFIG, {"experiment": None} | dict(about) | {"experiment": dict(echo)})
 
 
 def note_data(folder: pathlib.Path, notes: Mapping[str, Any]) -> None:
     """Add to ``config.json`` what loading the data found: duplicates, overlaps, what was dropped."""
-    held = json.loads((folder / CONFIG).read_text())
+    held = read_object(folder / CONFIG)
     write_json(folder / CONFIG, held | {"data": dict(notes)})
 
 

@@ -33,7 +33,7 @@ from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.collect import Collected, Collector
 from jaxrl.train.evaluate import evaluate_exact, evaluate_samples
 from jaxrl.train.experiment import Experiment
-from jaxrl.train.folder import CONFIG, describe_run, note_data, open_folder, summarise
+from jaxrl.train.folder import CONFIG, check_held, describe_run, note_data, open_folder, summarise
 from jaxrl.train.observe import BatchView, Observer
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
@@ -75,6 +75,8 @@ def train(
 ) -> pathlib.Path:
     """``jaxrl.train`` below the config: ``echo`` is the experiment as ``config.json`` keeps it."""
     folder = open_folder(pathlib.Path(out or time.strftime("runs/%Y%m%d-%H%M%S")), resume)
+    if resume:
+        check_held(folder, experiment.steps)
     describe_run(folder, echo, environment(), resume)  # first: from here on a killed run can be resumed
     try:
         setup = set_up(experiment, folder, base)
@@ -125,7 +127,7 @@ class Run:
         try:
             if self.start == 0 and self.x.eval.every:
                 self.evaluate(0)
-            with Progress(total - self.start, self.folder.name, quiet=self.quiet) as bar:
+            with Progress(total, self.folder.name, quiet=self.quiet, done=self.start) as bar:
                 for step in range(self.start, total):
                     bar.advance(1, **self.step(step))
             self.checkpoints.save(self.state)

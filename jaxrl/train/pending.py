@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import zipfile
 from typing import Any
 
 import jax
@@ -34,18 +33,18 @@ def save(folder: pathlib.Path, step: int, collected: Collected) -> None:
 
 
 def load(folder: pathlib.Path, step: int) -> Collected | None:
-    """What ``save`` kept for ``step``, as host arrays; None when there is nothing to read, or it is of another step."""
+    """What ``save`` kept for ``step``, as host arrays; None when there is nothing whole to read, or of another step."""
     path = folder / FILE
     try:
         with np.load(path) as stored:
             arrays = dict(stored)
-    except (FileNotFoundError, zipfile.BadZipFile, ValueError, EOFError):
+        note = json.loads(str(arrays.pop("note")))
+        if note["step"] != step:
+            return None
+        verdicts = [[None if v is None else Verdict(**v) for v in row] for row in note["verdicts"]]
+        return Collected(_build(Graded, arrays), verdicts, int(note["generated_tokens"]))
+    except Exception:  # damaged in whatever way, by a kill or a copy: numpy, zip and JSON each raise kinds of their own
         return None
-    note = json.loads(str(arrays.pop("note")))
-    if note["step"] != step:
-        return None
-    verdicts = [[None if v is None else Verdict(**v) for v in row] for row in note["verdicts"]]
-    return Collected(_build(Graded, arrays), verdicts, note["generated_tokens"])
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, np.ndarray]:

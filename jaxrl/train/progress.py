@@ -14,14 +14,15 @@ class Progress:
 
     On a terminal this is a tqdm bar. Under nohup, in a pipe or in CI it prints a whole line at most every
     ``LINE_EVERY`` seconds and one at the end, so that a log shows both that work goes on and how fast.
+    ``done`` of the ``total`` were done before.
     """
 
     def __init__(
-        self, total: int, desc: str, *, unit: str = "step", stream: TextIO | None = None, quiet: bool = False
+        self, total: int, desc: str, *, unit: str = "step", stream: TextIO | None = None, quiet: bool = False, done: int = 0
     ) -> None:
         self.total, self.desc, self.unit = total, desc, unit
         self.stream = sys.stderr if stream is None else stream
-        self.done = 0
+        self.done = done
         self._started = self._last = time.monotonic()
         self._note = ""
         self._bar = None
@@ -29,7 +30,7 @@ class Progress:
         if self.stream.isatty() and not quiet:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=desc, unit=unit, file=self.stream, leave=True)
+            self._bar = tqdm(total=total, initial=done, desc=desc, unit=unit, file=self.stream, leave=True)
 
     def __enter__(self) -> Progress:
         return self

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.errors import JaxrlError
+from jaxrl.jsonfile import read_line
 from jaxrl.mean import Mean
 from jaxrl.mesh import process_count
 
@@ -46,8 +47,8 @@ class MetricLog:
     def __init__(self, path: pathlib.Path, step: int = 0) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in _whole_lines(path) if _before(json.loads(line), step)]
-            write_text(path, "".join(line + "\n" for line in kept))
+            kept = [text for text, line in metric_lines(path) if _before(line, step)]
+            write_text(path, "".join(text + "\n" for text in kept))
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append one line; ``Mean`` values also store their count. Raises ``NotFinite`` on NaN or infinity.
@@ -69,10 +70,7 @@ class MetricLog:
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind, in order."""
-        if not self.path.exists():
-            return []
-        lines = (json.loads(line) for line in _whole_lines(self.path))
-        return [line for line in lines if line["kind"] == kind]
+        return [line for _, line in metric_lines(self.path) if line.get("kind") == kind]
 
 
 def environment() -> dict[str, Any]:
@@ -126,13 +124,16 @@ def _before(line: Mapping[str, Any], step: int) -> bool:
     An evaluation at step s is of the state before step s, and is written before that state is stored: with a
     checkpoint of step s it stands. A start from step 0 has no checkpoint and evaluates again.
     """
-    return line["step"] < step or (line["kind"] == "eval" and line["step"] == step > 0)
+    return line["step"] < step or (line.get("kind") == "eval" and line["step"] == step > 0)
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
-    """Complete lines; a last line without its newline was cut by a kill."""
-    text = path.read_text()
-    return text.split("\n")[:-1] if text else []
+def metric_lines(path: pathlib.Path) -> list[tuple[str, dict[str, Any]]]:
+    """Complete lines as text and as read; a last line without its newline was cut by a kill.
+
+    Nothing when there is no file. Raises ``JaxrlError`` with file and line number for a malformed line.
+    """
+    whole = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+    return [(text, read_line(text, path, number)) for number, text in enumerate(whole, 1) if text.strip()]
 
 
 @contextlib.contextmanager
