@@ -14,6 +14,7 @@ from jaxrl import keys
 from jaxrl.config import to_tree
 from jaxrl.errors import GateFailed, JaxrlError, UsageError
 from jaxrl.models.decoder import init_model
+from jaxrl.rewards.shaping import Custom
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.sampling.strategies import Greedy, TopK, TopP
 from jaxrl.train import pending, setup
@@ -300,3 +301,21 @@ def test_the_progress_of_a_resumed_run_counts_the_whole_run(capsys):
     with Progress(10, "run", done=6) as bar:
         bar.advance(4)
     assert "run: 10/10 steps" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- refused before the base is made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": replace(X.rollout, prompts=1000)}, "rollout.prompts: 1000 prompts a step, but the training set"),
+        ({"rollout": replace(X.rollout, max_new_tokens=40)}, "exceeds the model's context of 16"),
+        ({"reward": Custom(call="math:sqrt")}, r"reward.call: math:sqrt raised TypeError.*Verdict\(status='correct'"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_the_base_is_made(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "train_base", lambda *given: pytest.fail("the base was trained"))
+    with pytest.raises(JaxrlError, match=message):
+        jaxrl.train(replace(X, model=ModelSpec(base="msa0"), **changes), out=tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []

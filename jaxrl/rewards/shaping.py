@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxrl.errors import JaxrlError
 from jaxrl.rewards.verdict import Verdict
 
 
@@ -70,7 +71,7 @@ class Custom:
     ``error``; ``verdict.answer`` what the response boxed. The module is imported from where jaxrl runs.
 
     Raises ``ValueError`` when made, if the module or the function is not there, and when called, if
-    the function returns anything but a finite number.
+    the function returns anything but a finite number; ``JaxrlError`` if the function itself raises.
     """
 
     call: str
@@ -79,7 +80,13 @@ class Custom:
         _load(self.call)
 
     def __call__(self, verdict: Verdict) -> float:
-        value = _load(self.call)(verdict)
+        try:
+            value = _load(self.call)(verdict)
+        except Exception as error:  # whatever the caller's function raises
+            raise JaxrlError(
+                f"reward.call: {self.call} raised {type(error).__name__}: {error} for {verdict}; expected a function "
+                "from a Verdict to a finite number"
+            ) from error
         try:
             number = float(value)
         except (TypeError, ValueError):
@@ -87,6 +94,22 @@ class Custom:
         if not math.isfinite(number):
             raise ValueError(f"reward.call: {self.call} returned {value!r} for {verdict}; expected a finite number")
         return number
+
+
+# One verdict of each kind, to try a caller's function on before anything is spent.
+SAMPLES = (
+    Verdict("correct", "1", "complete", "text"),
+    Verdict("wrong", "2", "complete", "text"),
+    Verdict("no_box", None, "none", "box"),
+    Verdict("timeout", "3", "complete", "math_verify"),
+    Verdict("error", "4", "complete", "gold"),
+)
+
+
+def try_reward(reward: Reward) -> None:
+    """Call a reward on a verdict of each status. Raises ``JaxrlError`` or ``ValueError`` as the reward does."""
+    for verdict in SAMPLES:
+        reward(verdict)
 
 
 REWARDS: dict[str, type] = {

@@ -18,7 +18,14 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, desc: str, *, unit: str = "step", stream: TextIO | None = None, quiet: bool = False, done: int = 0
+        self,
+        total: int,
+        desc: str,
+        *,
+        unit: str = "step",
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        done: int = 0,
     ) -> None:
         self.total, self.desc, self.unit = total, desc, unit
         self.stream = sys.stderr if stream is None else stream

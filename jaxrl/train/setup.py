@@ -22,10 +22,11 @@ from jaxrl.mesh import make_mesh, replicated, shard_tree, state_shardings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, init_model, param_axes, with_config
 from jaxrl.models.hf import load_model, save_model
+from jaxrl.rewards.shaping import try_reward
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
-from jaxrl.train.supervised import train_base
+from jaxrl.train.supervised import BASE_CONFIG, train_base
 from jaxrl.train.tasks import Msa0Task, Task, base_seed, make_task
 from jaxrl.types import TrainState
 
@@ -78,6 +79,7 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
     mesh = make_mesh(experiment.mesh.data, experiment.mesh.fsdp, experiment.mesh.tensor)
     task = make_task(experiment, root)
     try:
+        check_start(experiment, task, base)
         base = place(_base(experiment, task, mesh, root, out, base), experiment.model, task, mesh)
         check_fit(experiment, task, base.config)
     except BaseException:
@@ -122,11 +124,35 @@ def _base(
     return base
 
 
-def check_fit(experiment: Experiment, task: Task, config: ModelConfig) -> None:
-    """Raise ``UsageError`` when a step asks for more prompts than there are, or for more tokens than the context holds."""
-    pool, rollout = task.pools["train"], experiment.rollout
+def check_start(experiment: Experiment, task: Task, base: Decoder | None = None) -> None:
+    """What can be refused before there is a base model, which may take a while to train.
+
+    Raises ``UsageError`` when a step asks for more prompts than there are, or when the known shape of a model does
+    not hold the prompts or the tokenizer's ids; and what the reward raises on a verdict of each kind.
+    """
+    pool, rollout, spec = task.pools["train"], experiment.rollout, experiment.model
     if rollout.prompts > len(pool):
         raise UsageError(f"rollout.prompts: {rollout.prompts} prompts a step, but the training set has {len(pool)}")
+    config = base.config if base is not None else BASE_CONFIG if spec.base is not None else spec.init
+    if config is not None:
+        check_vocabulary(task, config)
+        check_fit(experiment, task, config)
+    try_reward(experiment.reward)
+
+
+def check_vocabulary(task: Task, config: ModelConfig) -> None:
+    """Raise ``UsageError`` when the tokenizer has ids that the model lacks."""
+    limit = task.vocab_limit
+    if limit is not None and limit > config.vocab_size:
+        raise UsageError(
+            f"task.tokenizer: it has {limit} ids, the model's vocabulary {config.vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def check_fit(experiment: Experiment, task: Task, config: ModelConfig) -> None:
+    """Raise ``UsageError`` when prompts and responses need more tokens than the context holds."""
+    rollout = experiment.rollout
     longest = max(len(tokens) for pool in task.pools.values() for tokens in pool.tokens)
     if longest + rollout.max_new_tokens > config.max_positions:
         raise UsageError(
@@ -151,13 +177,8 @@ def make_base(experiment: Experiment, mesh: Mesh, root: Key[Array, ""]) -> Decod
 
 def place(model: Decoder, spec: ModelSpec, task: Task, mesh: Mesh) -> Decoder:
     """The model on the mesh, computing in the experiment's dtype, within the tokenizer's vocabulary."""
-    limit = task.vocab_limit
-    if limit is not None and limit > model.config.vocab_size:
-        raise UsageError(
-            f"task.tokenizer: it has {limit} ids, the model's vocabulary {model.config.vocab_size}; "
-            "use the tokenizer that belongs to the model"
-        )
-    model = with_config(model, dtype=spec.dtype, remat=spec.remat, vocab_limit=limit)
+    check_vocabulary(task, model.config)
+    model = with_config(model, dtype=spec.dtype, remat=spec.remat, vocab_limit=task.vocab_limit)
     return shard_tree(mesh, param_axes(model.config), model)
 
 
