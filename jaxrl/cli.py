@@ -36,8 +36,13 @@ def count(text: str) -> int:
 
 
 def index(text: str) -> int:
-    """An integer of at least 0: a seed or a step."""
+    """An integer of at least 0: a step."""
     return _number(int, text, lambda x: x >= 0, "an integer of at least 0")
+
+
+def seed(text: str) -> int:
+    """An integer that roots the random keys, which have 32 bits: what a config's ``seed`` takes."""
+    return _number(int, text, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")
 
 
 def temperature(text: str) -> float:
@@ -80,7 +85,7 @@ def _demo(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the runs and the report"
     )
-    p.add_argument("--seed", type=index, default=0, help="root of all randomness (default 0)")
+    p.add_argument("--seed", type=seed, default=0, help="root of all randomness (default 0)")
 
 
 def _train(p: argparse.ArgumentParser) -> None:
@@ -103,6 +108,7 @@ def _sample(p: argparse.ArgumentParser) -> None:
     p.add_argument("--top-p", type=probability, default=1.0, help="mass of the nucleus (default 1: everything)")
     _sampling(p)
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL of the samples")
+    p.add_argument("--overwrite", action="store_true", help="replace FILE")
 
 
 def _eval(p: argparse.ArgumentParser) -> None:
@@ -128,13 +134,14 @@ def _probe(p: argparse.ArgumentParser) -> None:
     p.add_argument("--temperature", type=temperature, default=1.0, help="of the sampling (default 1)")
     _sampling(p)
     p.add_argument("--out", type=Path, default=Path("probe.npz"), metavar="FILE", help="(default probe.npz)")
+    p.add_argument("--overwrite", action="store_true", help="replace FILE")
 
 
 def _sampling(p: argparse.ArgumentParser) -> None:
     p.add_argument("--template", help="prompt template (default: the run's own, else paper)")
     p.add_argument("--max-new-tokens", type=count, help="tokens of a response (default: the run's own, else 256)")
     p.add_argument("--limit", type=count, help="only the first problems")
-    p.add_argument("--seed", type=index, default=0, help="root of all randomness (default 0)")
+    p.add_argument("--seed", type=seed, default=0, help="root of all randomness (default 0)")
 
 
 def _check(p: argparse.ArgumentParser) -> None:
@@ -274,6 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(str(error), error.exit_code, as_json, getattr(error, "result", None))
     except (OSError, ValueError) as error:
         return fail(str(error) or type(error).__name__, FAILED, as_json)
+    except Exception as error:  # a bug: said to be one, and no less readable by a program than any other failure
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        return fail(f"internal error: {said}; set JAXRL_DEBUG=1 for the traceback", FAILED, as_json)
     return 0
 
 

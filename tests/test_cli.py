@@ -88,7 +88,9 @@ WRONG = [
     (["train"], "the following arguments are required: CONFIG"),
     (["train", "c", "--rezume"], "unrecognized arguments: --rezume"),
     (["train", "c", "--res"], "unrecognized arguments: --res"),
-    (["demo", "--seed", "x"], "argument --seed: expected an integer of at least 0, got 'x'"),
+    (["demo", "--seed", "x"], "argument --seed: expected an integer from 0 to 2**32 - 1, got 'x'"),
+    (["demo", "--seed", "4294967296"], "argument --seed: expected an integer from 0 to 2**32 - 1, got '4294967296'"),
+    (["export", "r", "--out", "o", "--step", "-1"], "argument --step: expected an integer of at least 0, got '-1'"),
     (["sample", "M", "--out", "f"], "one of the arguments --data --prompt is required"),
     (["sample", "M", "--prompt", "a", "--data", "b", "--out", "f"], "not allowed with argument"),
     (
@@ -222,10 +224,21 @@ def test_what_a_failed_check_found_is_printed_all_the_same(commands, capsys):
     assert "1.7" in capsys.readouterr().out
 
 
-def test_a_bug_is_not_dressed_up_as_a_failure(commands):
+def test_a_bug_is_said_to_be_one_in_one_message(commands, capsys):
     commands.demo = doing(error=ZeroDivisionError("bug"))
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["demo"])
+    assert cli.main(["demo"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "jaxrl: internal error: ZeroDivisionError: bug; set JAXRL_DEBUG=1 for the traceback\n"
+    assert cli.main(["demo", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"].startswith("internal error: ZeroDivisionError: bug")
+
+
+def test_the_traceback_of_a_bug_is_shown_when_asked_for(commands, capsys, monkeypatch):
+    monkeypatch.setenv("JAXRL_DEBUG", "1")
+    commands.demo = doing(error=ZeroDivisionError("bug"))
+    assert cli.main(["demo"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_debugging_shows_the_traceback(commands, capsys, monkeypatch):
