@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 # Why a response ended. Stored as i32 so that it travels with the arrays.
@@ -194,15 +195,23 @@ def check_shapes(rows: Rows, *, vocab_size: int | None = None) -> None:
         raise ValueError(
             f"Rows: {len(tokens)} token rows, {len(start)} starts and {len(length)} lengths; give one of each a row"
         )
-    for i, (s, n) in enumerate(zip(start, length, strict=True)):
-        if not 1 <= s <= n <= tokens.shape[1]:
-            raise ValueError(
-                f"Rows: row {i} has start {s}, length {n} and width {tokens.shape[1]}; "
-                "expected 1 <= start <= length <= width"
-            )
-        used = tokens[i, :n]
-        if vocab_size is not None and used.size and (used.min() < 0 or used.max() >= vocab_size):
-            raise ValueError(
-                f"Rows.tokens: row {i} holds id {int(used.max() if used.max() >= vocab_size else used.min())}, "
-                f"outside the vocabulary of {vocab_size}; is this the model's own tokenizer?"
-            )
+    bad = np.flatnonzero((start < 1) | (start > length) | (length > tokens.shape[1]))
+    if bad.size:
+        i = int(bad[0])
+        raise ValueError(
+            f"Rows: row {i} has start {start[i]}, length {length[i]} and width {tokens.shape[1]}; "
+            "expected 1 <= start <= length <= width"
+        )
+    used = np.arange(tokens.shape[1])[None, :] < length[:, None]
+    wrong = used & ((tokens < 0) | (tokens >= (np.iinfo(np.int32).max if vocab_size is None else vocab_size)))
+    if wrong.any():
+        i, t = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"Rows.tokens: row {i} holds id {tokens[i, t]}, outside the vocabulary of {vocab_size}; "
+            "is this the model's own tokenizer?"
+        )
+
+
+def is_concrete(tree: Any) -> bool:
+    """True outside of jax's transformations, where values can be looked at."""
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

@@ -272,3 +272,26 @@ def test_logits_of_all_positions_never_exist_at_once(name):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(CHUNK) < ALL_LOGITS / 3 < ALL_LOGITS <= temporary(L)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start", "length", "message"),
+    [
+        ([[1, 2, 3, 4000]], [2], [4], "row 0 holds id 4000"),
+        ([[1, 2, 3, -1]], [2], [4], "row 0 holds id -1"),
+        ([[1, 2, 3, 4]], [2], [5], "length 5 and width 4"),
+        ([[1, 2, 3, 4]], [0], [4], "start 0"),
+        ([[1, 2, 3, 4]], [2, 2], [4, 4], "2 starts"),
+    ],
+)
+def test_rows_that_are_none_are_refused_not_scored(model, tokens, start, length, message):
+    rows = Rows(np.array(tokens), np.array(start), np.array(length))
+    with pytest.raises(ValueError, match=message):
+        logps.token_logps(model, rows)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan")])
+def test_a_temperature_that_is_none_is_refused(model, temperature):
+    rows = Rows(np.array([[1, 2, 3]]), np.array([1]), np.array([3]))
+    with pytest.raises(ValueError, match="temperature: expected a number above 0"):
+        logps.token_logps(model, rows, temperature=temperature)

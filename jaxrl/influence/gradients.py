@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jaxrl.errors import nearest
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
-from jaxrl.types import Rows, wide
+from jaxrl.types import Rows, check_shapes, is_concrete, wide
 
 Logps = Callable[[Any, Rows], Array]
 NORMALISE = ("sum", "tok")
@@ -85,7 +85,7 @@ def predicted_change(
 
     Raises ``ValueError`` when there are no rows or a leaf of ``direction`` does not fit.
     """
-    need_rows(rows, "rows")
+    need_rows(rows, "rows", model)
     tangent, scale = unit_tangent(model, direction)
     first = _directional(model, tangent, rows, row_weights(rows, normalise), logps, chunk, 1)
     return first * scale.astype(first.dtype)
@@ -104,7 +104,7 @@ def second_order(
 
     ``H_j`` is the Hessian of row j's score; one forward-over-forward pass, no Hessian is formed.
     """
-    need_rows(rows, "rows")
+    need_rows(rows, "rows", model)
     tangent, scale = unit_tangent(model, direction)
     curvature = _directional(model, tangent, rows, row_weights(rows, normalise), logps, chunk, 2)
     return curvature * jnp.square(scale).astype(curvature.dtype) / 2
@@ -172,13 +172,16 @@ def fitted(model: Any, tree: Any, name: str) -> Any:
     return jax.tree.unflatten(jax.tree.structure(model), [leaves[leaf] for leaf in want])
 
 
-def need_rows(rows: Rows, name: str, *, responses: bool = False) -> None:
-    """``ValueError`` when ``rows`` is empty or (``responses``) holds a row without a response token."""
+def need_rows(rows: Rows, name: str, model: Any, *, responses: bool = False) -> None:
+    """``ValueError`` when ``rows`` is empty, malformed, or (``responses``) holds a row without a response token."""
     if rows.start.ndim != 1:
         raise ValueError(f"{name}: expected rows with one leading axis, got {rows.start.shape}; use rows.flat()")
     if rows.start.shape[0] == 0:
         raise ValueError(f"{name}: there are no rows; give at least one")
-    if not responses or isinstance(rows.start, Tracer):
+    if not is_concrete(rows):
+        return
+    check_shapes(rows, vocab_size=model.config.vocab_size if isinstance(model, Decoder) else None)
+    if not responses:
         return
     empty = jnp.flatnonzero(rows.response_length() == 0)
     if empty.size:

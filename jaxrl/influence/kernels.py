@@ -70,8 +70,8 @@ def gradient_kernel(
     for name, value, known in (("method", method, METHODS), ("blocks", blocks, BLOCKS)):
         if value not in known:
             raise ValueError(f"{name}: {nearest(value, known)}, got {value!r}")
-    need_rows(rows_a, "rows_a", responses=True)
-    need_rows(rows_b, "rows_b", responses=True)
+    need_rows(rows_a, "rows_a", model, responses=True)
+    need_rows(rows_b, "rows_b", model, responses=True)
     pair = weights if isinstance(weights, tuple) else (weights, None)
     scorers = logps if isinstance(logps, tuple) else (logps, logps)
     size = sum(x.size for x in jax.tree.leaves(model))

@@ -122,6 +122,8 @@ def load_probe(path: str | os.PathLike[str]) -> Probe:
     path = pathlib.Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such probe; `jaxrl probe` makes one")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: expected a probe.npz made by `jaxrl probe`, and this is no .npz file")
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in FIELDS if name in file.files}

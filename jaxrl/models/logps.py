@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl.models.decoder import Decoder, hidden, logits
-from jaxrl.types import Rows
+from jaxrl.types import Rows, check_shapes, is_concrete
 
 CHUNK = 128  # positions a head call; memory is rows * CHUNK * V
 
@@ -25,8 +26,11 @@ def token_logps(
 ) -> Float[Array, "N L"]:
     """``log pi(tokens[t] | tokens[<t])`` in nats at response positions, 0 elsewhere.
 
-    Entry ``t`` speaks of token ``t``. At least float32; float64 when the parameters are.
+    Entry ``t`` speaks of token ``t``. At least float32; float64 when the parameters are. Outside of jax's
+    transformations the arguments are checked: ``ValueError`` for rows that ``check_shapes`` refuses, ids outside
+    the vocabulary, and a temperature that is not above 0.
     """
+    _check(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> Array:
         lp = jax.nn.log_softmax(logits(model, states[0], temperature), axis=-1)
@@ -39,6 +43,7 @@ def token_scores(
     model: Decoder, rows: Rows, *, temperature: float | Array = 1.0, chunk: int = CHUNK
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probability of each response token and entropy of the distribution it was drawn from, nats."""
+    _check(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> tuple[Array, Array]:
         lp = jax.nn.log_softmax(logits(model, states[0], temperature), axis=-1)
@@ -62,6 +67,7 @@ def token_kl(
     unbiased estimate of ``KL(pi_ref || pi_model)`` with less variance than ``nll``. No gradient
     reaches the reference.
     """
+    _check(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> Array:
         ref = jax.lax.stop_gradient(jax.nn.log_softmax(logits(reference, states[0], temperature), axis=-1))
@@ -72,6 +78,14 @@ def token_kl(
 
     states = (jax.lax.stop_gradient(hidden(reference, rows.tokens)), hidden(model, rows.tokens))
     return _masked(rows, _over_chunks(score, states, rows, chunk))
+
+
+def _check(model: Decoder, rows: Rows, temperature: float | Array) -> None:
+    """What jax itself would answer with a clamped index or a NaN; values are out of sight in a transformation."""
+    if is_concrete(temperature) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+    if is_concrete(rows):
+        check_shapes(rows, vocab_size=model.config.vocab_size)
 
 
 def _pick(lp: Array, token: Array) -> Array:
