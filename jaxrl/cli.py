@@ -99,7 +99,7 @@ def _train(p: argparse.ArgumentParser) -> None:
 
 
 def _sample(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", help="a model folder or hub id")
+    p.add_argument("model", metavar="MODEL|RUN", help="a model folder or hub id; with --data also a run folder")
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="FILE", help="problems: JSONL, parquet, a hub id or a built-in set")
     source.add_argument("--prompt", metavar="TEXT", help="one problem")
@@ -127,7 +127,7 @@ def _eval(p: argparse.ArgumentParser) -> None:
 
 
 def _probe(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", help="a model folder or hub id")
+    p.add_argument("model", metavar="MODEL|RUN", help="a model folder, a hub id or a run folder")
     p.add_argument("--data", required=True, metavar="FILE", help="problems: JSONL, parquet, a hub id or a built-in set")
     p.add_argument("--prompts", type=count, default=64, help="how many problems (default 64)")
     p.add_argument("-n", type=count, default=4, help="solutions a problem (default 4)")

@@ -30,7 +30,7 @@ def read_line(text: str, path: pathlib.Path, number: int) -> dict[str, Any]:
     try:
         line = json.loads(text)
         if not isinstance(line, dict):
-            raise TypeError(f"it is a {type(line).__name__}")
+            raise TypeError(f"it is of type {type(line).__name__}")
         step = line["step"]
         if isinstance(step, bool) or not isinstance(step, int) or abs(step) >= 2**63:
             raise TypeError(f"step is {step!r}")

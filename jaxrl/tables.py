@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 100_000  # columns: more than any table has
+BROAD = 6  # a table of more cells a row, and fewer rows, is turned: its measures become the rows
 Row = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -58,6 +59,10 @@ def _table(title: str, rows: list[Row]) -> Table:
     if len(rows) == 1 and not rows[0][0]:  # one unlabelled row reads better standing
         rows = [((name,), {"": cell}) for name, cell in rows[0][1].items()]
     columns = list(dict.fromkeys(name for _, row in rows for name in row))
+    if len(columns) > max(BROAD, len(rows)) and all(label for label, _ in rows):  # more measures than a line holds
+        named = [("/".join(label), row) for label, row in rows]
+        rows = [((name,), {label: row[name] for label, row in named if name in row}) for name in columns]
+        columns = [label for label, _ in named]
     depth = max((len(label) for label, _ in rows), default=0)
     table = Table(
         box=SIMPLE, title=Text(title) if title else None, title_justify="left", show_header=any(columns), pad_edge=False

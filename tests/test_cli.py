@@ -162,6 +162,16 @@ def test_tables_show_every_value_without_folding_off_a_terminal(commands, capsys
     assert row.split()[:2] == ["self", "train"]
 
 
+def test_a_table_of_many_measures_has_one_a_row(commands, capsys):
+    measures = {f"pass@{2**i}": {"value": i / 8, "low": 0.0, "high": 1.0} for i in range(8)}
+    commands.train = doing({"evaluation": {f"{split}/exact": measures for split in ("train", "heldout", "ood")}})
+    assert cli.main(["train", "c.yaml"]) == 0
+    text = capsys.readouterr().out.splitlines()
+    assert max(map(len, text)) < 100
+    assert any(line.split()[:3] == ["train/exact", "heldout/exact", "ood/exact"] for line in text)
+    assert any(line.split()[:2] == ["pass@4", "0.25"] for line in text)
+
+
 def test_brackets_in_a_value_are_printed_as_they_are(commands, capsys):
     commands.demo = doing({"text": "[bold]x[/bold]"})
     cli.main(["demo"])

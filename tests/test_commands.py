@@ -15,7 +15,7 @@ import jaxrl
 from jaxrl import cli, keys
 from jaxrl.commands.runs import open_run
 from jaxrl.config import to_tree
-from jaxrl.errors import UsageError
+from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.influence.probe import load_probe
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_model
@@ -122,6 +122,49 @@ def test_a_set_that_the_runs_task_lacks_is_answered_with_the_nearest(run, tmp_pa
         command("eval", run, "--data", "held-out", "-n", 1, "--out", tmp_path)
 
 
+def test_only_the_first_problems_of_a_runs_own_set_are_taken(run, tmp_path):
+    said = command("eval", run, "--data", "ood", "--limit", 2, "-n", 1, "--k", 1, "--out", tmp_path)
+    assert said["problems"] == 2
+    said = command("sample", run, "--data", "ood", "--limit", 3, "--out", tmp_path / "s.jsonl")
+    assert said["samples"] == 3
+    said = command("probe", run, "--data", "ood", "--limit", 2, "-n", 1, "--out", tmp_path / "probe.npz")
+    assert said["prompts"] == 2
+
+
+def test_one_prompt_cannot_be_put_to_a_run(run, tmp_path):
+    with pytest.raises(UsageError, match="is a run folder; --prompt takes a model folder or hub id"):
+        command("sample", run, "--prompt", "Hi", "--out", tmp_path / "s.jsonl")
+
+
+@pytest.mark.parametrize("words", [("sample", "M", "--prompt", "Hi"), ("probe", "M", "--data", "d")])
+def test_a_file_that_is_there_is_not_written_over(words, tmp_path):
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(UsageError, match="is there already; add --overwrite to replace it, or name another --out"):
+        command(*words, "--out", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "old"
+
+
+def test_a_folder_without_a_tokenizer_is_said_to_have_none(run, problems, tmp_path):
+    command("export", run, "--out", tmp_path / "hf")
+    for words in (("--data", problems), ("--prompt", "Hi")):
+        with pytest.raises(JaxrlError, match=r"this folder has no tokenizer: expected tokenizer.json") as raised:
+            command("sample", tmp_path / "hf", *words, "--out", tmp_path / "s.jsonl")
+        assert "transformers" not in str(raised.value)
+
+
+def test_problems_are_no_probe(problems):
+    with pytest.raises(ValueError, match=r"expected a probe.npz made by `jaxrl probe`, and this is no .npz file"):
+        load_probe(problems)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"experiment": null}'])
+@pytest.mark.parametrize("words", ["export R --out o", "eval R --data ood --out o", "check R", "report R"])
+def test_a_config_that_is_no_runs_is_named_by_every_command(words, text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(JaxrlError, match=r"config\.json: expected"):
+        command(*(tmp_path if word == "R" else word for word in words.split()))
+
+
 def test_a_folder_that_is_no_run_is_said_to_be_none(model, tmp_path):
     with pytest.raises(UsageError, match=r"not a run folder; expected the config.json that `jaxrl train` writes"):
         command("export", model, "--out", tmp_path / "hf")
@@ -134,7 +177,7 @@ def test_a_dry_run_tells_shapes_and_memory_and_takes_no_step(monkeypatch, tmp_pa
     assert said["shapes"]["row width"] == 10
     assert said["shapes"]["terms"] == ["clip"]
     assert said["model"]["parameters"] == 26_016
-    assert all(said[f"memory of {what} (MiB a device)"]["arguments"] > 0 for what in ("an update", "sampling"))
+    assert all(said[f"{what} memory, MiB"]["arguments"] > 0 for what in ("update", "sampling"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,9 +197,9 @@ def test_one_prompt_is_sampled_without_data(model, tmp_path):
     words = ("sample", model, "--prompt", "What is 1 + 1?", "-n", 3, "--max-new-tokens", 4, "--out", out)
     assert command(*words)["samples"] == 3
     first = out.read_text()
-    command(*words)
+    command(*words, "--overwrite")
     assert out.read_text() == first
-    command(*words, "--seed", 1)
+    command(*words, "--overwrite", "--seed", 1)
     assert out.read_text() != first
 
 

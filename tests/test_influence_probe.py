@@ -82,7 +82,7 @@ def test_unreadable_probes_are_named_with_file_and_field(probe, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"probe\.npz: there is no such probe"):
         load_probe(path)
     path.write_bytes(b"not a zip")
-    with pytest.raises(ValueError, match=r"probe\.npz: not a readable probe file"):
+    with pytest.raises(ValueError, match=r"probe\.npz: expected a probe.npz made by `jaxrl probe`, and this is no"):
         load_probe(path)
     np.savez(path, tokens=probe.rows.tokens, start=probe.rows.start)
     with pytest.raises(ValueError, match=r"probe\.npz: the field 'length' is missing"):

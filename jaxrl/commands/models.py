@@ -49,7 +49,8 @@ def subject(arguments: argparse.Namespace) -> Subject:
         run = open_run(pathlib.Path(name), getattr(arguments, "step", None))
         length = arguments.max_new_tokens or run.experiment.rollout.max_new_tokens
         if data in run.setup.task.pools:
-            return Subject(run.state.model, run.setup.task, data, length, f"{name} step {run.step}")
+            task = first_of(run.setup.task, data, arguments.limit)
+            return Subject(run.state.model, task, data, length, f"{name} step {run.step}")
         spec, tokenizer = run.experiment.task, run.experiment.model.path
         if not isinstance(spec, ProblemsSpec) or tokenizer is None:
             raise UsageError(f"--data {data}: this run's task has no such set; {nearest(data, run.setup.task.pools)}")
@@ -58,6 +59,21 @@ def subject(arguments: argparse.Namespace) -> Subject:
     task = problems_task(given(ProblemsSpec(train=data), arguments), name)
     model = with_config(load_model(name), vocab_limit=task.vocab_limit)
     return Subject(model, task, "train", arguments.max_new_tokens or MAX_NEW_TOKENS, name)
+
+
+def first_of(task: Task, name: str, limit: int | None) -> Task:
+    """The task with the first ``limit`` prompts of one set."""
+    if limit is None or limit >= len(task.pools[name]):
+        return task
+    pool = task.pools[name]
+    cut = replace(pool, tokens=pool.tokens[:limit], uid=pool.uid[:limit])
+    return replace(task, pools={**task.pools, name: cut})
+
+
+def free(file: pathlib.Path, overwrite: bool) -> None:
+    """Raise ``UsageError``, before any work, when a file that is to be written is there already."""
+    if file.exists() and not overwrite:
+        raise UsageError(f"{file}: is there already; add --overwrite to replace it, or name another --out")
 
 
 def given(spec: ProblemsSpec, arguments: argparse.Namespace) -> ProblemsSpec:
@@ -70,6 +86,7 @@ def given(spec: ProblemsSpec, arguments: argparse.Namespace) -> ProblemsSpec:
 
 def sample(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Responses to problems, written as JSONL with token ids, text and log-probability (nats)."""
+    free(arguments.out, arguments.overwrite)
     strategy = strategy_of(arguments.temperature, arguments.top_p)
     if arguments.prompt is not None:
         records = _one_prompt(arguments, strategy)
@@ -95,6 +112,11 @@ def sample(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 def _one_prompt(arguments: argparse.Namespace, strategy: Strategy) -> list[dict[str, Any]]:
     """Samples of one prompt given as text; nothing to grade."""
+    if is_run(arguments.model):
+        raise UsageError(
+            f"{arguments.model}: is a run folder; --prompt takes a model folder or hub id (`jaxrl export` makes one of a "
+            "run), and --data problems or a set of the run's own task"
+        )
     tokenizer = load_tokenizer(arguments.model)
     template = make_template(arguments.template or "chat")
     pool = build_pool([Problem("prompt", arguments.prompt, "")], tokenizer, template)
@@ -159,6 +181,7 @@ def eval(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 def probe(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """A fixed set of graded solutions, as ``probe.npz``."""
+    free(arguments.out, arguments.overwrite)
     who = subject(arguments)
     try:
         pool = who.task.pools[who.set]

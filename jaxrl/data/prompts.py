@@ -20,6 +20,7 @@ from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.types import Prompts, Rows
 
 TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "chat_template*", "generation_config.json", "config.json"]
+VOCABULARIES = ["tokenizer*", "*.model", "vocab*", "*.tiktoken", "tekken.json"]  # any of them makes a tokenizer
 IDS_SHOWN = 5  # ids that an error message lists
 
 
@@ -180,6 +181,12 @@ def load_tokenizer(source: str | pathlib.Path, *, stop_ids: Iterable[int] | None
 
 
 def _auto_tokenizer(path: pathlib.Path, source: str | pathlib.Path) -> Any:
+    """What transformers loads. A folder without any of a tokenizer's files is refused in our own words."""
+    if path.is_dir() and not any(True for pattern in VOCABULARIES for _ in path.glob(pattern)):
+        raise JaxrlError(
+            f"{source}: this folder has no tokenizer: expected tokenizer.json with tokenizer_config.json, or a "
+            "sentencepiece .model file; name a model folder that has one"
+        )
     from transformers import AutoTokenizer
 
     try:

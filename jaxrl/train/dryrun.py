@@ -23,7 +23,7 @@ from jaxrl.rl.update import update
 from jaxrl.sampling.generate import compile_generate
 from jaxrl.train.collect import prompts_a_call, temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
-from jaxrl.train.setup import total_updates
+from jaxrl.train.setup import check_fit, check_start, check_vocabulary, total_updates
 from jaxrl.train.supervised import BASE_CONFIG
 from jaxrl.train.tasks import Task, make_task
 from jaxrl.types import Graded, Rollouts, Rows, TrainState
@@ -38,6 +38,7 @@ def dry_run(experiment: Experiment) -> Mapping[str, Any]:
     """
     task = make_task(experiment, keys.root(experiment.seed))
     try:
+        check_start(experiment, task)
         return _dry_run(experiment, task)
     finally:
         task.close()
@@ -46,6 +47,8 @@ def dry_run(experiment: Experiment) -> Mapping[str, Any]:
 def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     mesh = make_mesh(x.mesh.data, x.mesh.fsdp, x.mesh.tensor)
     config = model_config(x.model, task)
+    check_vocabulary(task, config)
+    check_fit(x, task, config)
     model = abstract_model(config)
     place = shardings(mesh, param_axes(config), model)
     model = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), model, place)
@@ -87,8 +90,8 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
             "terms": [term.loss.tag for term in minibatches[0]],
             "updates": total_updates(x),
         },
-        "memory of an update (MiB a device)": memory(compiled),
-        "memory of sampling (MiB a device)": memory(sampler),
+        "update memory, MiB": memory(compiled),
+        "sampling memory, MiB": memory(sampler),
         "data": task.notes.get("data", []),
     }
 
