@@ -7,6 +7,7 @@ business. What is checked here is that every row is there, whole and distinct.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,12 +70,24 @@ def _jsonl_rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_distinct_keys)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from error
+        except ValueError as error:  # a key twice, or an integer of more digits than Python reads
+            raise DataError(f"{path}, line {number}: cannot be read ({error})") from error
+        except RecursionError as error:
+            raise DataError(f"{path}, line {number}: cannot be read (nested too deep)") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: expected a JSON object a line, got {type(row).__name__}")
         yield f"{path}, line {number}", row
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+    return row
 
 
 def _parquet_rows(path: pathlib.Path, id_name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -117,6 +130,8 @@ def _problem(where: str, row: Mapping[str, Any], names: Mapping[str, str]) -> Pr
             )
         if not isinstance(row[name], (str, int, float)) or isinstance(row[name], bool):
             raise DataError(f"{where}: field {name!r} must be text or a number, got {type(row[name]).__name__}")
+        if isinstance(row[name], float) and not math.isfinite(row[name]):
+            raise DataError(f"{where}: field {name!r} must be text or a finite number, got {row[name]}")
     values = {f: str(row[name]) for f, name in names.items()}
     if not values["problem"].strip():
         raise DataError(f"{where}: field {names['problem']!r} is empty")

@@ -19,6 +19,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warning that no 
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 _DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?![\w.])")
+_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])(?:\^(?:\w|\{\w+\}))?\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\\circ"
+)
+_ODD_ROOT = re.compile(r"\\sqrt\s*\[\s*(\d*[13579])\s*\]\s*\{\s*-\s*([^{}+-]*)\}")
 _DIGITS = 40
 _SAME = sympy.Float("1e-25", _DIGITS)  # relative; both sides are evaluated to 40 digits
 _SAMPLES = (sympy.Rational(7, 5), sympy.Rational(11, 13))
@@ -45,6 +49,12 @@ def exact_decimals(text: str) -> str:
     return _DECIMAL.sub(_fraction, text)
 
 
+def real_values(text: str) -> str:
+    """Angles in degrees as radians, and an odd root of a negative number as the real one."""
+    text = _DEGREES.sub(lambda m: rf"{m[1]}{{\frac{{{m[2]}\pi}}{{180}}}}", text)
+    return _ODD_ROOT.sub(lambda m: rf"\left(-\sqrt[{m[1]}]{{{m[2]}}}\right)", text)
+
+
 def _fraction(found: re.Match[str]) -> str:
     fraction = rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}"
     return rf"\left({fraction}\right)" if found.string[found.end() :].lstrip().startswith("^") else fraction
@@ -52,7 +62,7 @@ def _fraction(found: re.Match[str]) -> str:
 
 def _parse(text: str) -> list[Any]:
     """A sympy object and the text behind it; only the text where it is no mathematics; or nothing."""
-    return parse(rf"\boxed{{{exact_decimals(text)}}}", extraction_config=_LATEX, parsing_timeout=None)
+    return parse(rf"\boxed{{{exact_decimals(real_values(text))}}}", extraction_config=_LATEX, parsing_timeout=None)
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> bool:
@@ -70,8 +80,21 @@ def _plausible(gold: Any, answer: Any) -> bool:
         return _plausible(gold.rhs, answer.rhs)
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return True
+    if not (gold.free_symbols or answer.free_symbols) and _differ(gold, answer):
+        return False
     gaps = [_relative_gap(gold, answer, sample) for sample in _SAMPLES]
     return all(gap is None or gap <= _SAME for gap in gaps)
+
+
+def _differ(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Whether two exact numbers are known to differ, however little: ``\\sqrt{10^{60}+1}`` and ``10^{30}``."""
+    if gold.has(sympy.Float) or answer.has(sympy.Float):
+        return False
+    try:
+        gap = (gold.doit() - answer.doit()).evalf(15, maxn=400)
+        return bool(gap.is_Float and gap._prec > 1 and gap != 0)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+        return False
 
 
 def _relative_gap(gold: sympy.Expr, answer: sympy.Expr, sample: sympy.Rational) -> Any:
@@ -100,6 +123,10 @@ def _equal_once_more(gold: Any, answer: Any, letters: tuple[str, ...]) -> bool:
     """
     if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
         return False
+    if {s.name for s in gold.free_symbols | answer.free_symbols} == {"i"}:  # with no other letter it is the number
+        unit = dict.fromkeys(gold.free_symbols | answer.free_symbols, sympy.I)
+        gold, answer = gold.subs(unit), answer.subs(unit)
+        return bool(sympy.simplify(gold - answer) == 0)
     lone = isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol)
     positive = {
         s: sympy.Symbol(s.name, positive=True) for s in gold.free_symbols | answer.free_symbols if s.name in letters

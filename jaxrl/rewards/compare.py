@@ -5,12 +5,22 @@ from __future__ import annotations
 import re
 
 from jaxrl.rewards.normalise import canonical, closing_bracket, strip_brackets, strip_punctuation
-from jaxrl.rewards.number import numbers_equal
-from jaxrl.rewards.units import parse_quantity, split_trailing_unit
+from jaxrl.rewards.notation import (
+    equation_sides,
+    is_rounding,
+    marks,
+    names_its_value,
+    read_ratio,
+    split_outside,
+    telling_words,
+)
+from jaxrl.rewards.number import numbers_equal, parse_number
+from jaxrl.rewards.units import Unit, counted_things, parse_quantity, split_trailing_unit
 from jaxrl.rewards.verdict import MathRule
 
-_NAME = r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'?"
+_NAME = r"\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'*"
 _ASSIGNMENT = re.compile(rf"^({_NAME}(?:\(({_NAME})\))?|\({_NAME}(?:,\s*{_NAME})+\))\s*(?:=|\\in(?![A-Za-z]))\s*(.+)$")
+_THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+")
 _BASE = re.compile(r"^(-?\d[0-9A-Fa-f]*)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))$")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '-][A-Za-z]+)*\.?")
 _WHOLLY_TEXT = re.compile(r"^\\text\s*\{([^{}]*)\}$")
@@ -29,7 +39,10 @@ def own_comparison(gold: str, answer: str, rule: MathRule) -> bool | None:
         return True
     if _DOTS in gold or _DOTS in answer:
         return False  # what the dots stand for is not for a machine to guess
-    for decide in (_by_base, _by_name, _by_list, _by_quantity, _by_word, _by_case, _by_unit):
+    for decide in (
+        *(_by_base, _by_ratio, _by_name, _by_list, _by_quantity, _by_word, _by_case, _by_unit),
+        *(_by_equation, _by_telling_words, _by_mark),
+    ):
         verdict = decide(gold, answer, rule)
         if verdict is not None:
             return verdict
@@ -37,11 +50,16 @@ def own_comparison(gold: str, answer: str, rule: MathRule) -> bool | None:
 
 
 def drop_approximation(text: str) -> str:
-    """``x \\approx 11`` is 11; ``x = \\frac{1}{3} \\approx 0.33`` is a third."""
+    """``x \\approx 11`` is 11; ``x = \\frac{1}{3} \\approx 0.33`` is a third; 5 is not about 6."""
     before, approx, after = text.partition(r"\approx")
     if not approx:
         return text
-    return strip_punctuation(after if re.fullmatch(_NAME, before.strip()) else before) or text
+    if re.fullmatch(_NAME, before.strip()):
+        return strip_punctuation(after) or text
+    exact, rounded = parse_quantity(before), parse_quantity(strip_punctuation(after))
+    if exact and rounded and not is_rounding(exact[0].value, rounded[0].value, after):
+        return text
+    return strip_punctuation(before) or text
 
 
 def rename_bound_variable(gold: str, answer: str) -> str:
@@ -92,6 +110,8 @@ def _by_name(gold: str, answer: str, rule: MathRule) -> bool | None:
 def _by_list(gold: str, answer: str, rule: MathRule) -> bool | None:
     open_g, items_g, close_g = split_list(gold)
     open_a, items_a, close_a = split_list(answer)
+    if _is_one_number(gold, answer, items_a) or (not open_g and _is_one_number(answer, gold, items_g)):
+        return False
     if _is_thousands(gold, open_g, answer, items_a) or _is_thousands(answer, open_a, gold, items_g):
         return None
     if len(items_g) < 2 or len(items_a) < 2:
@@ -106,7 +126,8 @@ def _by_list(gold: str, answer: str, rule: MathRule) -> bool | None:
 
 
 def _by_quantity(gold: str, answer: str, rule: MathRule) -> bool | None:
-    ours, theirs = parse_quantity(gold), parse_quantity(answer)
+    trusted = counted_things(gold)
+    ours, theirs = parse_quantity(gold, trusted), parse_quantity(answer, trusted)
     if ours is None or theirs is None:
         return None
     return ours[1].agrees(theirs[1]) and numbers_equal(ours[0], theirs[0], rule.relative_tolerance)
@@ -133,9 +154,80 @@ def _by_case(gold: str, answer: str, rule: MathRule) -> bool | None:
 def _by_unit(gold: str, answer: str, rule: MathRule) -> bool | None:
     """Closed forms: differing units of measure, else what is left without them."""
     (form_g, unit_g), (form_a, unit_a) = split_trailing_unit(gold), split_trailing_unit(answer)
-    if not unit_g.agrees(unit_a):
+    if not unit_g.agrees(unit_a) or (_is_percent(unit_a) and not _is_percent(unit_g)):
         return False
     return own_comparison(form_g, form_a, rule) if (form_g, form_a) != (gold, answer) else None
+
+
+def _is_percent(unit: Unit) -> bool:
+    return ("percent", 1) in unit.measures
+
+
+def _by_ratio(gold: str, answer: str, rule: MathRule) -> bool | None:
+    """``1:2:3`` part by part up to a common factor; a time of day is no fraction."""
+    ours, theirs = read_ratio(gold), read_ratio(answer)
+    if ours and theirs:
+        if len(ours.parts) != len(theirs.parts):
+            return False
+        if ours.clock and theirs.clock:
+            same = [*map(int, ours.parts)] == [*map(int, theirs.parts)]
+            return same and (ours.half == theirs.half or not (ours.half and theirs.half))
+        a, b = ours.numbers(), theirs.numbers()
+        if a is None or b is None:
+            return _pairwise(list(ours.parts), list(theirs.parts), rule)
+        i = next((i for i, part in enumerate(a) if part), 0)
+        return a == b or (b[i] / a[i] > 0 and all(x * b[i] == y * a[i] for x, y in zip(a, b, strict=True)))
+    one, other = (ours, answer) if ours else (theirs, gold)
+    if one is None or (len(one.parts) == 2 and not one.clock):
+        return None
+    return False if parse_number(other) else None
+
+
+def _by_telling_words(gold: str, answer: str, rule: MathRule) -> bool | None:
+    """Computer algebra drops words, "or less" among them."""
+    return None if telling_words(gold) == telling_words(answer) else False
+
+
+def _by_mark(gold: str, answer: str, rule: MathRule) -> bool | None:
+    """Computer algebra drops primes and transposes, and reads ``n!!`` as ``(n!)!``."""
+    return None if marks(gold) == marks(answer) else False
+
+
+def _by_equation(gold: str, answer: str, rule: MathRule) -> bool | None:
+    """``3 + 3 = 5`` is not 5: a value stands for an equation only if its left side names it."""
+    if r"\approx" in answer and r"\approx" not in gold:
+        return False
+    ours, theirs = equation_sides(gold), equation_sides(answer)
+    if (len(ours) > 1) == (len(theirs) > 1):
+        return None
+    equation, sides = (gold, ours) if len(ours) > 1 else (answer, theirs)
+    if len(split_outside(equation, ",;")) > 1:
+        return None
+    if not names_its_value(sides[0]):
+        return False
+    if len(theirs) == 1:
+        return None
+    verdicts = [own_comparison(gold, side, rule) for side in theirs[1:]]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def open_side(gold: str, answer: str, rule: MathRule) -> str:
+    """The one value of ``x = a = b`` that is not known to be the gold; the whole where there are more."""
+    sides = equation_sides(answer)
+    if (
+        len(sides) == 1
+        or not names_its_value(sides[0])
+        or len(equation_sides(gold)) > 1
+        or len(split_outside(answer, ",;")) > 1
+    ):
+        return answer
+    left = [side for side in sides[1:] if not own_comparison(gold, side, rule)]
+    return left[0] if len(left) == 1 else answer
+
+
+def _is_one_number(text: str, other: str, items: list[str]) -> bool:
+    """A bare ``1,234`` against several items that are no such number: it is not the list of 1 and 234."""
+    return bool(_THOUSANDS.fullmatch(text)) and len(items) > 1 and not _THOUSANDS.fullmatch(other)
 
 
 def _word(text: str) -> str:

@@ -42,6 +42,7 @@ _REWRITES: list[tuple[re.Pattern[str], str]] = [
         (r"\s+", " "),
         (r"\\text\s*\{ ?([ei]) ?\}", r"{\1}"),  # numbers, not units
         (r"(?<![\d}])(?<![\d}] )\\text\s*\{ ?([A-Za-z]) ?\}", r"{\1}"),  # after a number it is a unit
+        (r"(?:\\text\s*\{ ?(?:negative|minus) ?\}|^ ?(?:negative|minus)(?= )) ?(?=[\d\\.])", "-"),
         (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\\le(?:q|qslant)?(?![A-Za-z])|<=", r"\\leq "),
         (r"\\ge(?:q|qslant)?(?![A-Za-z])|>=", r"\\geq "),

@@ -10,12 +10,15 @@ from jaxrl.rewards.normalise import strip_brackets
 
 _PLAIN = re.compile(r"\d+\.?\d*|\.\d+")
 _THOUSANDS = re.compile(r"\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
-_POWER = re.compile(r"(?:(.+?)\s*(?:\\times|\\cdot)\s*)?(10|\{10\})\s*\^\s*(?:\{\s*(-?\d{1,4})\s*\}|(\d))")
+_POWER = re.compile(r"(?:(.+?)\s*(?:\\times|\\cdot)\s*)?(10|\{10\})\s*\^\s*(?:\{\s*(-?\d{1,5})\s*\}|(\d))")
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 _RATIO = re.compile(r"([^/]+)/([^/]+)")
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}|(\d+) (\d+)/(\d+)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _PERCENT = re.compile(r"\s*\\%\s*$")
 _DEPTH = 4  # brackets in brackets; more is not a plain number
+_MAX_CHARS = 4000  # Python converts no more than 4300 digits
+_HUGE = re.compile(r"\^[\s{(]*[+-]?\d[\d,]{5,}")
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,16 @@ class Number:
 
 def parse_number(text: str) -> Number | None:
     """The number that a cleaned text is, or None."""
+    if len(text) > _MAX_CHARS:
+        return None
     text, count = _PERCENT.subn("", text.strip())
     parsed = _signed(text, _DEPTH)
     return None if parsed is None else Number(*parsed, percent=count > 0)
+
+
+def is_huge(text: str) -> bool:
+    """True where an exponent has six digits or more: neither we nor computer algebra should write that out."""
+    return bool(_HUGE.search(text))
 
 
 def numbers_equal(gold: Number, answer: Number, relative_tolerance: float) -> bool:
@@ -80,6 +90,10 @@ def _unsigned(text: str, depth: int) -> Parsed:
     if _PLAIN.fullmatch(text) or _THOUSANDS.fullmatch(text):
         digits = text.replace(",", "").replace(" ", "")
         return Fraction(digits.rstrip(".")), "." not in digits.rstrip(".")
+    if found := _REPEATING.fullmatch(text):
+        whole, start, period = found[1] or "0", found[2], found[3] or found[4]
+        value = Fraction(int(whole + start)) + Fraction(int(period), 10 ** len(period) - 1)
+        return value / 10 ** len(start), True
     if found := _MIXED.fullmatch(text):
         whole, above, below = (int(g) for g in found.groups() if g is not None)
         return (whole + Fraction(above, below), True) if below else None

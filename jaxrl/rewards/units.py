@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxrl.rewards.normalise import strip_punctuation
+from jaxrl.rewards.nouns import is_harmless, may_be_a_noun, stem
 from jaxrl.rewards.number import Number, parse_number
 
 # canonical name: other spellings. A trailing "s" is dropped before the look-up.
@@ -80,12 +81,13 @@ _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3}
 _TAIL = re.compile(r"\\text\s*\{|\^\\circ|(?<![\\A-Za-z])[A-Za-zµ¢€£¥₹]")
 _TOKEN = re.compile(r"[A-Za-zµ¢€£¥₹][A-Za-z.'-]*|/|\^\s*\{?\s*(-?\d)\s*\}?")
 _CURRENCY = re.compile(r"^(-?)\s*(?:US|USD)?\s*(\\\$|[€£¥₹])\s*")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _TRAILING = re.compile(r"^(.*\S)\s*(\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?|\^\\circ|\\%)$")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """``measures``: (name, power) of units of measure; ``things``: every other word."""
+    """``measures``: (name, power) of units of measure; ``things``: counted things."""
 
     measures: frozenset[tuple[str, int]] = frozenset()
     things: frozenset[str] = frozenset()
@@ -102,8 +104,11 @@ class Unit:
         return self.things <= other.things or other.things <= self.things
 
 
-def parse_quantity(text: str) -> tuple[Number, Unit] | None:
-    """``(number, unit)`` of a cleaned text such as ``18 dollars`` or ``10 \\text{ cm}^2``, or None."""
+def parse_quantity(text: str, trusted: frozenset[str] = frozenset()) -> tuple[Number, Unit] | None:
+    """``(number, unit)`` of a cleaned text such as ``18 dollars`` or ``10 \\text{ cm}^2``, or None.
+
+    Words that are no known unit, noun or adjective make it None, unless their stem is in ``trusted``.
+    """
     text, currency = _CURRENCY.subn(r"\1", text.strip())
     mark = _TAIL.search(text)
     head, tail = (text[: mark.start()], text[mark.start() :]) if mark else (text, "")
@@ -111,12 +116,25 @@ def parse_quantity(text: str) -> tuple[Number, Unit] | None:
     words = _words(tail)
     if number is None or words is None:
         return None
-    unit, scale = _unit(words + (["dollar"] if currency else []))
+    unit, scale = _unit(words + (["dollar"] if currency else []), trusted)
     if unit is None or not _reads_as_unit(head, tail, unit):
         return None
     percent = number.percent or ("percent", 1) in unit.measures
     measures = unit.measures - {("percent", 1)}
     return Number(number.value * scale, number.exact, percent), Unit(measures, unit.things)
+
+
+def counted_things(text: str) -> frozenset[str]:
+    """Stems of the words behind the number of a gold, for ``trusted``: all that do not change a number."""
+    mark = _TAIL.search(text)
+    words = _words(text[mark.start() :]) if mark else None
+    return frozenset(stem(word) for word in words or () if may_be_a_noun(word))
+
+
+def is_known(word: str) -> bool:
+    """True for a word of a unit, of a counted thing, or one that says nothing."""
+    lower = word.lower()
+    return bool(_name(word)) or is_harmless(word) or lower in _IDLE or lower in _COMPOUND or lower in ("sq", "square")
 
 
 def split_trailing_unit(text: str) -> tuple[str, Unit]:
@@ -127,18 +145,21 @@ def split_trailing_unit(text: str) -> tuple[str, Unit]:
     unit, scale = _unit(["percent"] if found[2] == r"\%" else _words(found[2]) or [])
     if unit is None or not unit.measures or scale != 1:
         return text, Unit()
+    if ("degree", 1) in unit.measures and _TRIGONOMETRIC.search(found[1]):
+        return text, Unit()  # the cosine of 60 degrees is no angle
     return strip_punctuation(found[1]), unit
 
 
 def _words(tail: str) -> list[str] | None:
     """Words, slashes and powers of a unit; None when something else is among them."""
     tail = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", tail).replace(r"^\circ", " degree ").replace(r"\cdot", " ")
+    tail = re.sub(r"\bper ?cent\b", "percent", tail)
     if re.sub(r"[\s(){},.]|\\", "", _TOKEN.sub("", tail)):
         return None
     return [re.sub(r"[\s{}]", "", m[0]) for m in _TOKEN.finditer(tail)]
 
 
-def _unit(words: list[str]) -> tuple[Unit | None, Fraction]:
+def _unit(words: list[str], trusted: frozenset[str] = frozenset()) -> tuple[Unit | None, Fraction]:
     measures: dict[str, int] = {}
     things: set[str] = set()
     scale, sign, power, last = Fraction(1), 1, 1, ""
@@ -152,6 +173,8 @@ def _unit(words: list[str]) -> tuple[Unit | None, Fraction]:
             exponent = int(word[1:]) if word.startswith("^") else _POWERS[word]
             measures[last] += (1 if measures[last] > 0 else -1) * (exponent - 1)
         elif word in _POWERS:
+            if word.endswith("d"):
+                return None, scale  # 5 squared
             power = _POWERS[word]
         elif word.lower() in _COMPOUND:
             above, below = _COMPOUND[word.lower()]
@@ -162,7 +185,12 @@ def _unit(words: list[str]) -> tuple[Unit | None, Fraction]:
             measures[name] = measures.get(name, 0) + sign * power
             power, last = 1, name
         elif word.lower() not in _IDLE:
-            things.add(word.lower().rstrip("s."))
+            if not is_harmless(word) and stem(word) not in trusted:
+                return None, scale
+            things.add(stem(word))
+            power = 1
+    if power != 1:
+        return None, scale  # 5 square
     return Unit(frozenset(measures.items()), frozenset(things)), scale
 
 
