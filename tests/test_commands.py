@@ -13,6 +13,7 @@ from train_world import GRPO, experiment, last_state, lines, use_devices
 
 import jaxrl
 from jaxrl import cli, keys
+from jaxrl.commands import check_worker
 from jaxrl.commands.runs import open_run
 from jaxrl.config import to_tree
 from jaxrl.errors import JaxrlError, UsageError
@@ -260,3 +261,11 @@ def test_a_run_on_problems_exports_with_its_tokenizer(problem_run, tmp_path):
     command("export", problem_run[0], "--out", tmp_path / "hf")
     said = command("sample", tmp_path / "hf", "--prompt", "Hi", "--max-new-tokens", 2, "--out", tmp_path / "s.jsonl")
     assert said["samples"] == 1
+
+
+def test_a_bug_in_the_checks_process_is_its_last_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("jaxrl.commands.check_worker.is_run", lambda path: 1 / 0)
+    assert check_worker.main([str(tmp_path), str(tmp_path)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "internal error: ZeroDivisionError: division by zero"
+    assert said[0].startswith("Traceback")

@@ -85,6 +85,8 @@ def finish_check(child: subprocess.Popen[bytes], out: pathlib.Path) -> dict[str,
     said = errors.read().decode(errors="replace").strip()
     errors.close()
     if code:
+        if os.environ.get("JAXRL_DEBUG") == "1":
+            print(said, file=sys.stderr)
         said = said.splitlines()[-1] if said else "no message"
         raise JaxrlError(said if code == 1 else f"the check's process ended with code {code}: {said}")
     whole = json.loads((out / "check.json").read_text())

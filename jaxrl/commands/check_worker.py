@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (JaxrlError, OSError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except Exception as error:  # a bug: the traceback first, which is shown only when asked for
+        traceback.print_exc()
+        print(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 

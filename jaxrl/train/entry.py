@@ -22,7 +22,9 @@ def experiment_of(file: pathlib.Path) -> dict[str, Any]:
     """What a run folder's ``config.json`` says under ``experiment``. Raises ``JaxrlError`` naming the file."""
     found = read_object(file).get("experiment")
     if not isinstance(found, dict):
-        raise JaxrlError(f"{file}: expected the settings of a run under experiment, got {found!r}; it is no run's config")
+        raise JaxrlError(
+            f"{file}: expected the settings of a run under experiment, got {found!r}; it is no run's config"
+        )
     return found
 
 
