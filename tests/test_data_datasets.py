@@ -64,6 +64,19 @@ BAD_FILES = [
     ("list as answer", ['{"id": "b", "problem": "x", "answer": ["1"]}'], "'answer' must be text or a number, got list"),
     ("empty file", [""], r"p\.jsonl: holds no problems; expected at least one row with id, problem, answer"),
     ("repeated id", [GOOD, json.dumps(ROWS[1]), GOOD], "id 'a/0' occurs twice, as problems 1 and 3"),
+    (
+        "NaN as answer",
+        [GOOD, '{"id": "b", "problem": "x", "answer": NaN}'],
+        "line 2: .*'answer' .* finite number, got nan",
+    ),
+    ("1e400", [GOOD, '{"id": "b", "problem": "x", "answer": 1e400}'], "line 2: .*'answer' .* finite number, got inf"),
+    ("5000 digits", [GOOD, '{"id": "b", "problem": "x", "answer": ' + "9" * 5000 + "}"], "line 2: cannot be read"),
+    (
+        "nested",
+        [GOOD, '{"id": "b", "x": ' + "[" * 10**5 + "]" * 10**5 + "}"],
+        "line 2: cannot be read .nested too deep",
+    ),
+    ("repeated key", [GOOD, '{"id": "b", "id": "c", "problem": "x", "answer": 1}'], "line 2: .*key 'id' occurs twice"),
 ]
 
 

@@ -82,6 +82,17 @@ EQUAL = [
     *[("12.5\\%", a) for a in ("12.5", "0.125", "12.50%")],
     *[("x > 5", a) for a in ("x>5",)],
     *[(r"x \leq 3", a) for a in ("x ≤ 3", "x<=3", r"x\le3")],
+    *[
+        ("5", a)
+        for a in (r"\text{Area}=5", r"x=\frac{10}{2}=5", r"P(A\cap B)=5", r"\angle ABC=5", "5 red apples", "5 hrs")
+    ],
+    *[(r"5\text{ zorgs}", a) for a in ("5", "5 zorgs")],
+    *[("-5", a) for a in (r"\text{negative }5", "negative 5", "minus 5")],
+    *[(r"\frac13", a) for a in (r"0.\overline{3}", r"0.\bar3", r"\frac13\approx 0.33")],
+    *[(r"0.1\overline{6}", a) for a in (r"\frac16",)],
+    *[("2:3", a) for a in ("10:15", "4:6")],
+    *[("1:2:3", a) for a in ("2:4:6",)],
+    *[("12:30", a) for a in ("12:30 pm",)],
 ]
 
 DIFFERENT = [
@@ -106,6 +117,21 @@ DIFFERENT = [
     *[(r"1, 2, \ldots, n", a) for a in (r"1, 3, 5, \ldots, 2n-1", "1,2,...,m")],
     *[(r"3\sqrt{2}\text{ cm}", a) for a in (r"3\sqrt{2}\text{ m}",)],
     *[("60 mph", a) for a in ("60 km/h", "60 miles")],
+    *[
+        ("5", a)
+        for a in (
+            *(r"5\text{ or less}", r"5\text{ or more}", r"5\text{ is wrong}", "5 halves", "5 hundredths", "5 thirds"),
+            *("5 squared", "5 square", r"5\text{ factorial}", "5 plus one", "5 over two", "5 per cent", "5 zorgs less"),
+            *("3+3=5x", r"5 \approx 6", "x=5=6", "x=6=5", r"5\text{ cm} \approx 7"),
+        )
+    ],
+    *[("1:2:3", a) for a in ("1:3:2", "1:2", "2/3")],
+    *[("12:30", a) for a in ("2/5", "12:31")],
+    *[("2/5", a) for a in ("12:30",)],
+    *[("234,1", a) for a in ("1,234",)],
+    *[("1,234", a) for a in ("[1,234]", "(1,234)", "234,1")],
+    *[("10^{999999999}", a) for a in ("10^{999999998}", "5", "10^{(999999999)}")],
+    *[("1", a) for a in ("5E999999999", "10^{99999}", r"10^{-99999}", "10^{999,999,999}")],
 ]
 
 
@@ -152,6 +178,28 @@ ALGEBRA = [
     ("f(x)", "f(y)", False),
     ("n=3k", "3", False),
     (r"x \leq 3", "x<3", False),
+    *[("5", a, False) for a in ("6=5", "3+3=5", "1=2=5", "2x=5", r"5\%=5", r"x=\sqrt{36}=5")],
+    ("5", r"x=\sqrt{25}=5", True),
+    ("x+y=5", "5", False),
+    (r"\sqrt2", r"\sqrt2\%", False),
+    (r"\sqrt2", r"\sqrt3=\sqrt2", False),
+    (r"\sqrt2", r"\sqrt2\text{ squared}", False),
+    (r"\sqrt2", r"\sqrt2\text{ or less}", False),
+    (r"\cos 60^\circ", r"\cos 60", False),
+    (r"\cos 60^\circ", "1/2", True),
+    ("1/4", r"\sin^2(30^\circ)", True),
+    ("f'(x)", "f(x)", False),
+    ("f(x)", "f''(x)", False),
+    ("A^T", "A", False),
+    ("n!!", "(n!)!", False),
+    ("(n!)!", "n!!", False),
+    (r"\sqrt{10^{60}+1}", "10^{30}", False),
+    ("i", r"\sqrt{-1}", True),
+    ("-1", "i^2", True),
+    ("1", "i^2", False),
+    (r"\sqrt[3]{-8}", "-2", True),
+    ("-2", r"\sqrt[3]{-8}", True),
+    ("2", r"\sqrt[3]{-8}", False),
     ("1", "__import__('os').system('true')", False),
 ]
 
@@ -224,7 +272,7 @@ def test_verdicts_say_which_step_decided():
 
 
 def test_a_gold_that_cannot_be_read_is_an_error_and_not_a_reward():
-    for gold in ("", "  ", "$ $", r"\boxed{}", r"\frac{1}{2"):
+    for gold in ("", "  ", "$ $", r"\boxed{}", r"\frac{1}{2", "nan", "-inf", "9" * 5000):
         verdict = verify_math(gold, r"\boxed{5}")
         assert (verdict.status, verdict.rule) == ("error", "gold")
     assert verify_math("", r"\boxed{}").status == "no_box"
@@ -242,8 +290,9 @@ def test_check_golds_names_the_rows(verifier):
         r"(1,\pi)",
         r"\boxed{}",
         "18 dollars",
+        *("nan", "inf", "9" * 5000, "10^{999999999}"),
     ]
-    assert check_golds(golds, verifier=verifier) == [1, 4, 8]
+    assert check_golds(golds, verifier=verifier) == [1, 4, 8, 10, 11, 12]
 
 
 def test_check_golds_needs_no_worker_for_numbers():

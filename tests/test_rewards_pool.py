@@ -155,8 +155,14 @@ def test_a_killed_idle_worker_is_replaced():
         fresh.verify([CORRECT])
         for pid in list(fresh._pool._pool_manager.worker_manager.workers):
             os.kill(pid, signal.SIGKILL)
-        time.sleep(1)
         assert statuses(fresh.verify([WRONG])) == ["wrong"]
+
+
+def test_the_memory_of_a_worker_is_its_own_and_not_its_parents():
+    child = "from jaxrl.rewards.worker import _peak_memory; print(_peak_memory())"
+    parent = f"import subprocess, sys; held = bytearray(b'x') * (400 << 20); subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=120, check=True)
+    assert 1 << 20 < int(done.stdout) < 300 << 20
 
 
 def test_too_many_errors_stop_the_run(monkeypatch):
