@@ -40,7 +40,7 @@ def own_comparison(gold: str, answer: str, rule: MathRule) -> bool | None:
     if _DOTS in gold or _DOTS in answer:
         return False  # what the dots stand for is not for a machine to guess
     for decide in (
-        *(_by_base, _by_ratio, _by_name, _by_list, _by_quantity, _by_word, _by_case, _by_unit),
+        *(_by_name, _by_base, _by_ratio, _by_list, _by_quantity, _by_word, _by_case, _by_unit),
         *(_by_equation, _by_telling_words, _by_mark),
     ):
         verdict = decide(gold, answer, rule)
