@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 # Why a response ended. Stored as i32 so that it travels with the arrays.
@@ -214,4 +215,4 @@ def check_shapes(rows: Rows, *, vocab_size: int | None = None) -> None:
 
 def is_concrete(tree: Any) -> bool:
     """True outside of jax's transformations, where values can be looked at."""
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -27,7 +27,7 @@ VARIANTS = {
 }
 
 
-def same_tensors(a: dict, b: dict) -> None:
+def assert_same_tensors(a: dict, b: dict) -> None:
     assert sorted(a) == sorted(b)
     for name in a:
         assert a[name].dtype == b[name].dtype, name
@@ -78,7 +78,7 @@ def test_double_precision_masters_on_request(x64, tmp_path):
     model = load_model(write_folder(tmp_path, VARIANTS["tied llama"], tensors), dtype="float64")
     assert {x.dtype for x in jax.tree.leaves(model)} == {jnp.dtype("float64")}
     np.testing.assert_array_equal(model.embed[...], tensors["model.embed_tokens.weight"])
-    same_tensors(tensors, all_tensors(save_model(model, tmp_path / "out")))
+    assert_same_tensors(tensors, all_tensors(save_model(model, tmp_path / "out")))
 
 
 def test_a_sharded_checkpoint_loads_like_a_single_file(tmp_path):
@@ -131,7 +131,7 @@ def test_import_then_export_is_bitwise(tmp_path, name, dtype):
     tensors = random_tensors(VARIANTS[name], dtype)
     folder = write_folder(tmp_path / "in", VARIANTS[name], tensors)
     out = save_model(load_model(folder), tmp_path / "out")
-    same_tensors(tensors, all_tensors(out))
+    assert_same_tensors(tensors, all_tensors(out))
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert json.loads((out / "config.json").read_text())["dtype"] == np.dtype(dtype).name
 
@@ -141,7 +141,7 @@ def test_import_then_export_is_bitwise_where_tensors_differ_in_dtype(tmp_path):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     model = load_model(write_folder(tmp_path / "in", VARIANTS["tied llama"], tensors))
     out = save_model(model, tmp_path / "out")
-    same_tensors(tensors, all_tensors(out))
+    assert_same_tensors(tensors, all_tensors(out))
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -177,7 +177,7 @@ def test_an_export_above_the_shard_size_is_split_with_an_index(tmp_path):
 def test_a_model_on_a_mesh_exports_what_it_was_imported_from(tmp_path):
     tensors = random_tensors(VARIANTS["mistral"], BFLOAT16)
     model = load_model(write_folder(tmp_path / "in", VARIANTS["mistral"], tensors), mesh=make_mesh(fsdp=2, tensor=4))
-    same_tensors(tensors, all_tensors(save_model(model, tmp_path / "out")))
+    assert_same_tensors(tensors, all_tensors(save_model(model, tmp_path / "out")))
 
 
 def test_side_files_and_unused_attributes_travel_with_a_model_that_was_trained(tmp_path):

@@ -29,7 +29,7 @@ def model():
     return init_model(from_hf(CONFIG), jax.random.key(0))
 
 
-def refused(folder, *parts, kind=JaxrlError, **options) -> str:
+def raises_with(folder, *parts, kind=JaxrlError, **options) -> str:
     """The message of the failure to load, which must hold every one of ``parts``."""
     with pytest.raises(kind) as caught:
         load_model(folder, **options)
@@ -43,13 +43,13 @@ def refused(folder, *parts, kind=JaxrlError, **options) -> str:
 
 
 def test_no_such_folder(tmp_path):
-    refused(str(tmp_path / "nowhere"), "nowhere: no such folder", "org/name")
-    refused("nowhere", "no such folder")
+    raises_with(str(tmp_path / "nowhere"), "nowhere: no such folder", "org/name")
+    raises_with("nowhere", "no such folder")
 
 
 def test_a_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "weights").write_text("")
-    refused(tmp_path / "weights", "is a file; expected the folder")
+    raises_with(tmp_path / "weights", "is a file; expected the folder")
 
 
 def test_a_hub_id_when_the_hub_does_not_answer(monkeypatch):
@@ -59,26 +59,26 @@ def test_a_hub_id_when_the_hub_does_not_answer(monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files in the disk cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    message = refused("some-lab/some-model", "some-lab/some-model: no such folder here", "the hub did not give it")
+    message = raises_with("some-lab/some-model", "some-lab/some-model: no such folder here", "the hub did not give it")
     assert "Offline, give the path of a folder" in message
     assert "cannot find the requested files" in message
 
 
 def test_no_config(tmp_path):
-    refused(tmp_path, f"{tmp_path}: no config.json")
+    raises_with(tmp_path, f"{tmp_path}: no config.json")
 
 
 def test_no_weights_names_what_is_there_instead(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    refused(tmp_path, "expected model.safetensors", "found no weights")
+    raises_with(tmp_path, "expected model.safetensors", "found no weights")
     (tmp_path / "pytorch_model.bin").write_text("")
-    refused(tmp_path, "found pytorch_model.bin", "convert")
+    raises_with(tmp_path, "found pytorch_model.bin", "convert")
 
 
 def test_a_missing_shard_is_named_with_what_it_holds(tmp_path, tensors):
     folder = write_folder(tmp_path, CONFIG, tensors, shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(folder, "shard model-00002-of-00003.safetensors is missing", "places 10 tensors there")
+    raises_with(folder, "shard model-00002-of-00003.safetensors is missing", "places 10 tensors there")
 
 
 def test_an_index_that_does_not_fit_its_shards(tmp_path, tensors):
@@ -88,9 +88,9 @@ def test_an_index_that_does_not_fit_its_shards(tmp_path, tensors):
     right = index["weight_map"][Q1]
     index["weight_map"][Q1] = next(s for s in set(index["weight_map"].values()) if s != right)
     file.write_text(json.dumps(index))
-    refused(folder, f"places {Q1} here, but the file does not hold it")
+    raises_with(folder, f"places {Q1} here, but the file does not hold it")
     file.write_text("{}")
-    refused(folder, "model.safetensors.index.json: expected a JSON object with a 'weight_map'")
+    raises_with(folder, "model.safetensors.index.json: expected a JSON object with a 'weight_map'")
 
 
 # Files
@@ -100,11 +100,11 @@ def test_a_file_that_was_cut_short(tmp_path, tensors):
     folder = write_folder(tmp_path, CONFIG, tensors)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
-    refused(folder, "model.safetensors: cut short", f"promises {len(whole)} bytes and there are {len(whole) - 100}")
+    raises_with(folder, "model.safetensors: cut short", f"promises {len(whole)} bytes and there are {len(whole) - 100}")
     (folder / "model.safetensors").write_bytes(whole[:50])
-    refused(folder, "cut short within its header (50 bytes)")
+    raises_with(folder, "cut short within its header (50 bytes)")
     (folder / "model.safetensors").write_bytes(b"")
-    refused(folder, "not a safetensors file")
+    raises_with(folder, "not a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_file_that_was_cut_short(tmp_path, tensors):
 def test_a_malformed_header(tmp_path, tensors, header):
     folder = write_folder(tmp_path, CONFIG, tensors)
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
-    refused(folder, "model.safetensors: malformed safetensors header")
+    raises_with(folder, "model.safetensors: malformed safetensors header")
 
 
 # Tensors
@@ -128,17 +128,17 @@ def test_a_malformed_header(tmp_path, tensors, header):
 
 def test_a_missing_tensor_is_named_with_its_shape(tmp_path, tensors):
     del tensors[Q1]
-    refused(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} of shape (32, 32) is missing")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} of shape (32, 32) is missing")
 
 
 def test_a_misspelt_tensor_is_matched_to_the_one_that_is_asked_for(tmp_path, tensors):
     tensors[Q1.replace("q_proj", "q_prj")] = tensors.pop(Q1)
-    refused(write_folder(tmp_path, CONFIG, tensors), f"{Q1} of shape (32, 32) is missing", "did you mean", "q_prj")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), f"{Q1} of shape (32, 32) is missing", "did you mean", "q_prj")
 
 
 def test_an_unexpected_tensor_is_named_with_its_shape(tmp_path, tensors):
     tensors |= {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32), "extra": np.zeros(1, np.float32)}
-    refused(
+    raises_with(
         write_folder(tmp_path, CONFIG, tensors),
         "unexpected tensor",
         "(and 1 more)",
@@ -148,34 +148,38 @@ def test_an_unexpected_tensor_is_named_with_its_shape(tmp_path, tensors):
 
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(tmp_path, tensors):
     tensors[Q1] = np.zeros((32, 31), np.float32)
-    refused(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} has shape (32, 31), expected (32, 32)")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} has shape (32, 31), expected (32, 32)")
 
 
 def test_a_transposed_tensor_is_not_taken_for_the_right_one(tmp_path, tensors):
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors[name] = np.ascontiguousarray(tensors[name].T)
-    refused(write_folder(tmp_path, CONFIG, tensors), f"tensor {name} has shape (32, 40), expected (40, 32)")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), f"tensor {name} has shape (32, 40), expected (40, 32)")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
 def test_quantised_tensors_are_refused_by_their_type(tmp_path, tensors, dtype):
     tensors[Q1] = tensors[Q1].astype(dtype)
-    refused(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} is stored as", "F64, F32, BF16, F16", "dequantise")
+    raises_with(
+        write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} is stored as", "F64, F32, BF16, F16", "dequantise"
+    )
 
 
 def test_double_precision_tensors_are_not_rounded_silently(tmp_path, tensors):
     tensors[Q1] = tensors[Q1].astype(np.float64)
-    refused(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} is float64; load it with dtype='float64'")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), f"tensor {Q1} is float64; load it with dtype='float64'")
 
 
 def test_a_head_that_differs_from_the_embedding_it_is_said_to_be_tied_to(tmp_path, tensors):
     folder = write_folder(tmp_path, CONFIG | {"tie_word_embeddings": True}, tensors)
-    refused(folder, "config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight")
+    raises_with(
+        folder, "config.json says tie_word_embeddings, but lm_head.weight differs from model.embed_tokens.weight"
+    )
 
 
 def test_an_untied_checkpoint_needs_its_head(tmp_path, tensors):
     del tensors["lm_head.weight"]
-    refused(write_folder(tmp_path, CONFIG, tensors), "tensor lm_head.weight of shape (48, 32) is missing")
+    raises_with(write_folder(tmp_path, CONFIG, tensors), "tensor lm_head.weight of shape (48, 32) is missing")
 
 
 # config.json
@@ -219,7 +223,7 @@ BAD_CONFIGS = {
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_a_config_that_is_not_computed_here_is_refused(tmp_path, tensors, name):
     changes, *parts = BAD_CONFIGS[name]
-    refused(write_folder(tmp_path, CONFIG | changes, tensors), f"{tmp_path / 'config.json'}: ", *parts)
+    raises_with(write_folder(tmp_path, CONFIG | changes, tensors), f"{tmp_path / 'config.json'}: ", *parts)
 
 
 @pytest.mark.parametrize(
@@ -240,14 +244,14 @@ def test_an_attribute_that_a_family_would_ignore_is_refused(family, changes, mes
 
 def test_a_config_that_is_no_json_object(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": ')
-    refused(tmp_path, "config.json: malformed JSON")
+    raises_with(tmp_path, "config.json: malformed JSON")
     (tmp_path / "config.json").write_text("[]")
-    refused(tmp_path, "config.json: expected a JSON object, got list")
+    raises_with(tmp_path, "config.json: expected a JSON object, got list")
 
 
 def test_a_malformed_tokenizer_file_is_named(tmp_path, tensors):
     (write_folder(tmp_path, CONFIG, tensors) / "tokenizer.json").write_text("{")
-    refused(tmp_path, "tokenizer.json: malformed JSON")
+    raises_with(tmp_path, "tokenizer.json: malformed JSON")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ def test_a_malformed_tokenizer_file_is_named(tmp_path, tensors):
     [("bfloat61", "unknown 'bfloat61'; did you mean 'bfloat16'?"), ("float64", "float64 needs double precision")],
 )
 def test_an_impossible_dtype(tmp_path, dtype, message):
-    refused(tmp_path, message, kind=UsageError, dtype=dtype)
+    raises_with(tmp_path, message, kind=UsageError, dtype=dtype)
 
 
 # Writing
