@@ -265,7 +265,7 @@ def test_an_impossible_dtype(tmp_path, dtype, message):
 # Writing
 
 
-def unsaved(folder, *parts, kind=JaxrlError, **options) -> None:
+def raises_unsaved(folder, *parts, kind=JaxrlError, **options) -> None:
     """Saving there fails with a message that holds ``parts``, and leaves nothing new behind."""
     before = sorted(folder.parent.iterdir()) if folder.parent.is_dir() else None
     with pytest.raises(kind) as caught:
@@ -279,7 +279,7 @@ def unsaved(folder, *parts, kind=JaxrlError, **options) -> None:
 def test_a_folder_that_holds_something_is_not_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
-    unsaved(tmp_path / "mine", "mine: exists already; choose another folder")
+    raises_unsaved(tmp_path / "mine", "mine: exists already; choose another folder")
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
 
 
@@ -289,7 +289,7 @@ def test_a_full_disk_or_a_forbidden_folder_leaves_nothing_behind(tmp_path, monke
         raise OSError(code, "Permission denied")
 
     monkeypatch.setattr(safetensor_io.Writer, "put", fail)
-    unsaved(tmp_path / "out", "cannot write the model there", said, "no part of it was left behind")
+    raises_unsaved(tmp_path / "out", "cannot write the model there", said, "no part of it was left behind")
 
 
 def test_a_failed_overwrite_keeps_the_old_model(tmp_path, monkeypatch):
@@ -300,13 +300,13 @@ def test_a_failed_overwrite_keeps_the_old_model(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "")
 
     monkeypatch.setattr(safetensor_io.Writer, "put", fail)
-    unsaved(out, "the disk is full", overwrite=True)
+    raises_unsaved(out, "the disk is full", overwrite=True)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
 def test_a_path_below_a_file_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    unsaved(tmp_path / "file" / "out", "cannot write the model there: Not a directory")
+    raises_unsaved(tmp_path / "file" / "out", "cannot write the model there: Not a directory")
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,14 @@ def test_a_model_that_transformers_would_compute_otherwise_is_not_exported(tmp_p
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
         **changes,
     )  # fmt: skip
-    unsaved(tmp_path / "out", "this model cannot be exported", field, model=init_model(config, jax.random.key(0)))
+    raises_unsaved(
+        tmp_path / "out", "this model cannot be exported", field, model=init_model(config, jax.random.key(0))
+    )
 
 
 def test_an_unknown_export_dtype_and_a_missing_source(tmp_path):
-    unsaved(tmp_path / "out", "unknown 'float8'", kind=UsageError, dtype="float8")
-    unsaved(tmp_path / "out", "no such folder", source=tmp_path / "nowhere")
+    raises_unsaved(tmp_path / "out", "unknown 'float8'", kind=UsageError, dtype="float8")
+    raises_unsaved(tmp_path / "out", "no such folder", source=tmp_path / "nowhere")
 
 
 def test_the_writer_makes_the_same_bytes_as_the_safetensors_library(tmp_path):

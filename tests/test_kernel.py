@@ -29,8 +29,8 @@ def first_gradient(model, rows):
     return jax.tree.map(lambda x: x[0], jitted_gradients(model, rows, row_weights(rows)))
 
 
-def close(a, b, tolerance=1e-12) -> None:
-    np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
+def assert_close(a, b, tolerance=1e-12) -> None:
+    np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, equal_nan=False)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def world():
 def test_every_method_gives_the_dense_gram_matrix(world, method):
     model, a, b, expected = world
     kernel = gradient_kernel(model, a, b, method=method)
-    close(kernel.values, expected)
-    close(kernel.sq_norms_a, np.diag(dense(model, a, a)))
-    close(kernel.sq_norms_b, np.diag(dense(model, b, b)))
+    assert_close(kernel.values, expected)
+    assert_close(kernel.sq_norms_a, np.diag(dense(model, a, a)))
+    assert_close(kernel.sq_norms_b, np.diag(dense(model, b, b)))
     assert kernel.dtype == "float64"
     assert kernel.method == ("reference" if method == "auto" else method)
 
@@ -59,14 +59,14 @@ def test_the_kernel_is_the_derivative_that_finite_differences_measure(world):
         central = (row_scores(along(model, gradient, step), b) - row_scores(along(model, gradient, -step), b)) / (
             2 * step
         )
-        close(central, expected[i], 1e-6)
+        assert_close(central, expected[i], 1e-6)
 
 
 def test_a_kernel_of_rows_with_themselves_is_symmetric_and_has_no_negative_eigenvalue(world):
     model, a, _, _ = world
     for method in ("reference", "columns"):
         values = np.asarray(gradient_kernel(model, a, a, method=method).values)
-        close(values, values.T)
+        assert_close(values, values.T)
         assert np.linalg.eigvalsh((values + values.T) / 2).min() >= -1e-10 * np.trace(values)
         assert np.abs(gradient_kernel(model, a, a).cosine()).max() <= 1 + 1e-12
 
@@ -76,12 +76,12 @@ def test_a_kernel_of_rows_with_themselves_is_symmetric_and_has_no_negative_eigen
 def test_blocks_add_up_to_the_kernel(world, method, blocks):
     model, a, b, expected = world
     kernel = gradient_kernel(model, a, b, method=method, blocks=blocks)
-    close(sum(kernel.blocks.values()), expected)
+    assert_close(sum(kernel.blocks.values()), expected)
     names = {"layer": {"embed", "layers.0", "layers.1", "norm"}, "leaf": {"embed", "layers.q", "layers.down", "norm"}}
     assert names[blocks] <= set(kernel.blocks)
     one = gradient_kernel(model, a, b, blocks=blocks).blocks
     for name, part in kernel.blocks.items():
-        close(part, one[name])
+        assert_close(part, one[name])
 
 
 def test_layer_blocks_are_the_layers_own_gradients(world):
@@ -90,7 +90,7 @@ def test_layer_blocks_are_the_layers_own_gradients(world):
     ga, gb = (jitted_gradients(model, rows, row_weights(rows)).layers for rows in (a, b))
     second = [np.asarray(x[:, 1]).reshape(len(x), -1) for x in jax.tree.leaves(ga)]
     other = [np.asarray(x[:, 1]).reshape(len(x), -1) for x in jax.tree.leaves(gb)]
-    close(part, np.concatenate(second, 1) @ np.concatenate(other, 1).T)
+    assert_close(part, np.concatenate(second, 1) @ np.concatenate(other, 1).T)
 
 
 def test_methods_agree_on_every_kind_of_parameter():
@@ -98,7 +98,7 @@ def test_methods_agree_on_every_kind_of_parameter():
     model, a, b = small_model(**kinds), some_rows(6), some_rows(6, seed=1)
     expected = dense(model, a, b)
     for method in ("reference", "columns"):
-        close(gradient_kernel(model, a, b, method=method).values, expected)
+        assert_close(gradient_kernel(model, a, b, method=method).values, expected)
 
 
 @pytest.mark.parametrize("method", ["reference", "columns"])
@@ -106,7 +106,7 @@ def test_tok_divides_each_score_by_its_number_of_response_tokens(world, method):
     model, a, b, expected = world
     kernel = gradient_kernel(model, a, b, normalise="tok", method=method)
     lengths = np.outer(a.response_length(), b.response_length())
-    close(kernel.values, expected / lengths)
+    assert_close(kernel.values, expected / lengths)
     assert kernel.normalise == "tok"
 
 
@@ -116,9 +116,9 @@ def test_token_weights_act_on_the_side_they_are_given_for(world, method):
     wa, wb = (jax.random.normal(jax.random.key(i), r.tokens.shape) for i, r in enumerate((a, b)))
     one = gradient_kernel(model, a, b, weights=wa, method=method)
     masked = jnp.where(a.mask(), wa, 0.0)
-    close(one.values, dense(model, a, b, masked))
+    assert_close(one.values, dense(model, a, b, masked))
     both = gradient_kernel(model, a, b, weights=(wa, wb), method=method)
-    close(both.values, dense(model, a, b, masked, jnp.where(b.mask(), wb, 0.0)))
+    assert_close(both.values, dense(model, a, b, masked, jnp.where(b.mask(), wb, 0.0)))
     assert both.normalise == "weights"
     assert both.held_fixed == ("weights of rows_a", "weights of rows_b")
 
@@ -128,8 +128,8 @@ def test_a_diagonal_metric_enters_products_and_norms(world, method):
     model, a, b, _ = world
     diagonal = jax.tree.map(lambda x: 0.5 + x**2, model)
     kernel = gradient_kernel(model, a, b, method=method, precondition=diagonal)
-    close(kernel.values, dense(model, a, b, diagonal=diagonal))
-    close(kernel.sq_norms_a, np.diag(dense(model, a, a, diagonal=diagonal)))
+    assert_close(kernel.values, dense(model, a, b, diagonal=diagonal))
+    assert_close(kernel.sq_norms_a, np.diag(dense(model, a, a, diagonal=diagonal)))
     assert np.abs(kernel.cosine()).max() <= 1
 
 
@@ -152,8 +152,8 @@ def test_tiles_of_any_size_give_the_same_kernel_and_never_hold_more_gradients_th
 
     monkeypatch.setattr(kernels, "_gram", spy)
     kernel = gradient_kernel(model, a, b, method="reference", memory=fits * gradient_bytes(model))
-    close(kernel.values, expected)
-    close(kernel.sq_norms_b, np.diag(dense(model, b, b)))
+    assert_close(kernel.values, expected)
+    assert_close(kernel.sq_norms_b, np.diag(dense(model, b, b)))
     assert 0 < most <= fits
 
 
@@ -161,7 +161,7 @@ def test_auto_takes_columns_when_fewer_than_three_gradients_fit(world):
     model, a, b, expected = world
     kernel = gradient_kernel(model, a, b, memory=2 * gradient_bytes(model))
     assert kernel.method == "columns"
-    close(kernel.values, expected)
+    assert_close(kernel.values, expected)
 
 
 def test_single_precision_agrees_with_double_to_its_rounding(world):
@@ -170,7 +170,7 @@ def test_single_precision_agrees_with_double_to_its_rounding(world):
         kernel = gradient_kernel(small_model(dtype="float32"), a, b, method=method)
         assert kernel.dtype == "float32"
         assert kernel.values.dtype == jnp.float32
-        close(kernel.values, expected, 1e-5)
+        assert_close(kernel.values, expected, 1e-5)
 
 
 def test_predicted_change_is_the_kernel_against_any_direction_at_any_scale(world):
@@ -179,7 +179,7 @@ def test_predicted_change_is_the_kernel_against_any_direction_at_any_scale(world
     for scale in (1.0, 1e-30, -1e20):
         direction = jax.tree.map(lambda g, s=scale: g * s, gradient)
         for chunk in (None, 2):
-            close(predicted_change(model, direction, b, chunk=chunk) / scale, expected[0])
+            assert_close(predicted_change(model, direction, b, chunk=chunk) / scale, expected[0])
     zero = jax.tree.map(jnp.zeros_like, model)
     assert not np.any(predicted_change(model, zero, b))
 
@@ -189,7 +189,7 @@ def test_predicted_change_keeps_small_steps_in_single_precision(world):
     model = small_model(dtype="float32")
     gradient = first_gradient(model, a)
     direction = jax.tree.map(lambda g: (g * 1e-12).astype(jnp.float32), gradient)
-    close(np.asarray(predicted_change(model, direction, b)) / 1e-12, expected[0], 1e-5)
+    assert_close(np.asarray(predicted_change(model, direction, b)) / 1e-12, expected[0], 1e-5)
 
 
 def test_second_order_is_what_central_second_differences_measure(world):
@@ -198,9 +198,9 @@ def test_second_order_is_what_central_second_differences_measure(world):
     step = 1e-4 / np.linalg.norm(flat(gradient))
     up, middle, down = (row_scores(along(model, gradient, s * step), b) for s in (1, 0, -1))
     second = (up - 2 * middle + down) / (2 * step**2)
-    close(second_order(model, gradient, b), second, 1e-5)
+    assert_close(second_order(model, gradient, b), second, 1e-5)
     tiny = jax.tree.map(lambda g: g * 1e-9, gradient)
-    close(second_order(model, tiny, b, chunk=2) * 1e18, second, 1e-5)
+    assert_close(second_order(model, tiny, b, chunk=2) * 1e18, second, 1e-5)
 
 
 def linear_logps(theta, rows: Rows):
@@ -277,10 +277,10 @@ def test_a_direction_or_metric_that_does_not_fit_is_named_by_its_leaf(world):
 def test_the_kernel_ignores_padding_and_what_stands_in_it(world):
     model, a, b, expected = world
     wider = Rows(jnp.pad(a.tokens, [(0, 0), (0, 3)], constant_values=5), a.start, a.length)
-    close(gradient_kernel(model, wider, b).values, expected)
+    assert_close(gradient_kernel(model, wider, b).values, expected)
 
 
 def test_row_gradients_do_not_depend_on_the_remat_policy(world):
     model, a, b, expected = world
-    close(gradient_kernel(with_config(model, remat="dots"), a, b).values, expected)
+    assert_close(gradient_kernel(with_config(model, remat="dots"), a, b).values, expected)
     assert token_logps(model, a).dtype == jnp.float64

@@ -96,8 +96,9 @@ def test_every_command_has_an_example():
 def test_every_command_line_is_accepted(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = cli.parse(words)
+    assert arguments.command == words[0]
     if arguments.command == "train":
-        load_config(arguments.config, arguments.set)
+        assert load_config(arguments.config, arguments.set).steps > 0
 
 
 def test_the_problem_line_is_read(tmp_path):

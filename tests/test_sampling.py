@@ -150,8 +150,8 @@ def test_on_one_two_and_four_devices_rows_agree_up_to_near_ties(model):
 
 
 @pytest.mark.x64
-def test_on_one_and_four_devices_tokens_are_equal_in_double_precision(x64, double):
-    assert list(check_across_meshes(double, [(2, 2, 1)])) == [1]
+def test_on_one_two_and_four_devices_tokens_are_equal_in_double_precision(x64, double):
+    assert list(check_across_meshes(double, [(1, 2, 1), (2, 2, 1)])) == [1, 1]
 
 
 def test_the_near_tie_check_rejects_what_is_no_near_tie(model):
