@@ -13,9 +13,9 @@ from jaxrl import keys
 from jaxrl.mesh import make_mesh, shard_tree, to_mesh
 from jaxrl.models.config import REMAT, ModelConfig
 from jaxrl.models.decoder import (
-    _embed,
     abstract_model,
     cast,
+    embed_tokens,
     init_cache,
     init_model,
     logits,
@@ -152,7 +152,7 @@ def test_embedding_gradients_are_summed_in_single_precision():
 
     def embedded(table):
         bare = jax.tree.map(lambda x: table if x.shape == table.shape else x, half)
-        return jnp.sum((_embed(bare, tokens) * cotangent).astype(jnp.float32))
+        return jnp.sum((embed_tokens(bare, tokens) * cotangent).astype(jnp.float32))
 
     got = jax.grad(embedded)(jnp.zeros((VOCAB, 32)))[0]
     want = np.asarray(cotangent, np.float32).reshape(-1, 32).sum(0)

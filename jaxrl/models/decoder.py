@@ -8,6 +8,7 @@ over one (its weights become constants): pass it as an argument.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,17 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import LAYER_AXES, NORMS, Layers, attention, layer, layer_shapes, rms_norm, rope_angles
+from jaxrl.models.layers import (
+    LAYER_AXES,
+    NORMS,
+    Attend,
+    Layers,
+    attention,
+    layer,
+    layer_shapes,
+    rms_norm,
+    rope_angles,
+)
 from jaxrl.types import wide
 
 
@@ -97,22 +108,49 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return with_config(model, dtype=jnp.dtype(dtype).name)
 
 
-def hidden(model: Decoder, tokens: Int[Array, "N L"]) -> Float[Array, "N L d"]:
+def hidden(
+    model: Decoder,
+    tokens: Int[Array, "N L"],
+    *,
+    positions: Int[Array, "N L"] | None = None,
+    segments: Int[Array, "N L"] | None = None,
+) -> Float[Array, "N L d"]:
     """Final-normed hidden states of right-padded rows at positions 0..L-1.
 
-    Padding needs no mask: it lies to the right, where causal attention never looks.
+    Padding needs no mask: it lies to the right, where causal attention never looks. Rows that hold
+    several sequences one after the other (``pack``) give the ``positions`` within each and the
+    ``segments``: a token sees only its own segment.
     """
-    n, width = tokens.shape
+    attend = row_attention(tokens.shape, segments)
+    if positions is None:
+        positions = row_positions(tokens.shape)
+    x, _ = _run_layers(model, embed_tokens(model, tokens), positions, lambda extra, window: attend(window), None)
+    return rms_norm(x, model.norm[...], model.config.norm_eps)
+
+
+def row_positions(shape: tuple[int, ...]) -> Int[Array, "N L"]:
+    """0..L-1 in every row."""
+    return jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+
+
+def row_attention(
+    shape: tuple[int, ...], segments: Int[Array, "N L"] | None = None
+) -> Callable[[Int[Array, ""] | None], Attend]:
+    """Causal attention of whole rows: ``attend(window)`` is what ``layer`` takes.
+
+    Within a segment positions are consecutive, so a window can be measured in slots.
+    """
+    n, width = shape
     t = jnp.arange(width, dtype=jnp.int32)
     causal = jnp.broadcast_to((t[:, None] >= t[None, :])[None], (n, width, width))
-    positions = jnp.broadcast_to(t[None], (n, width))
+    if segments is not None:
+        causal = causal & (segments[:, :, None] == segments[:, None, :])
 
-    def attend(window: Array | None) -> Any:
+    def attend(window: Array | None) -> Attend:
         near = causal if window is None else causal & (t[:, None] - t[None, :] < window)[None]
         return lambda q, k, v: (attention(q, k, v, near), None)
 
-    x, _ = _run_layers(model, _embed(model, tokens), positions, lambda extra, window: attend(window), None)
-    return rms_norm(x, model.norm[...], model.config.norm_eps)
+    return attend
 
 
 def init_cache(model: Decoder, batch: int, slots: int) -> Cache:
@@ -155,7 +193,7 @@ def extend(
 
         return run
 
-    x, cache = _run_layers(model, _embed(model, tokens), positions, attend, cache)
+    x, cache = _run_layers(model, embed_tokens(model, tokens), positions, attend, cache)
     return rms_norm(x, model.norm[...], model.config.norm_eps), cache
 
 
@@ -172,25 +210,30 @@ def logits(model: Decoder, states: Float[Array, "*B d"], temperature: float | Ar
     return jnp.where(known, out, -jnp.inf)
 
 
-def _embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S d"]:
+def embed_tokens(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S d"]:
+    """The rows of the embedding, in the compute dtype."""
     # gather, then cast: the gradient of a token that occurs often is then summed in the masters' dtype
     return model.embed[...][tokens].astype(model.config.dtype)
+
+
+def layer_windows(config: ModelConfig) -> Int[Array, " D"] | None:
+    """One sliding window a layer, to be scanned with the layers; None when no layer has one."""
+    if all(w is None for w in config.windows):
+        return None
+    unlimited = jnp.iinfo(jnp.int32).max
+    return jnp.asarray([w or unlimited for w in config.windows], jnp.int32)
 
 
 def _run_layers(model: Decoder, x: Array, positions: Array, make_attend: Any, extra: Any) -> tuple[Array, Any]:
     """Scan the stacked layers. ``make_attend(extra_of_layer, window) -> attend``."""
     config = model.config
     angles = rope_angles(positions, config, x.dtype)
-    windows = None
-    if any(w is not None for w in config.windows):
-        unlimited = jnp.iinfo(jnp.int32).max
-        windows = jnp.asarray([w or unlimited for w in config.windows], jnp.int32)
 
     def body(x: Array, xs: tuple[Any, Any, Any]) -> tuple[Array, Any]:
         p, extra, window = xs
         return layer(p, x, angles, config, make_attend(extra, window))
 
-    return jax.lax.scan(_remat(body, config.remat), x, (model.layers, extra, windows))
+    return jax.lax.scan(_remat(body, config.remat), x, (model.layers, extra, layer_windows(config)))
 
 
 def _remat(body: Any, remat: str) -> Any:

@@ -21,6 +21,10 @@ from jaxrl.models.config import Llama3Rope, ModelConfig
 from jaxrl.types import wide
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+# ``tap(name, inputs, out) -> out`` sees every place where a parameter acts: its name, what it acts on and what
+# comes out, bias included. For a norm gain ``inputs`` are the normed values. Gradients of single rows and
+# directional derivatives are read off there.
+Tap = Callable[[str, Array, Array], Array]
 
 # Logical axis names of every stacked layer parameter. "layers" is the scanned axis.
 LAYER_AXES: dict[str, tuple[str, ...]] = {
@@ -42,6 +46,16 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {
     "down_bias": ("layers", "embed"),
     "q_norm": ("layers", "head_dim"),
     "k_norm": ("layers", "head_dim"),
+}
+# How each matrix of a layer acts on its inputs.
+PROJECTIONS = {
+    "q": "bsd,dhe->bshe",
+    "k": "bsd,dhe->bshe",
+    "v": "bsd,dhe->bshe",
+    "o": "bshe,hed->bsd",
+    "gate": "bsd,df->bsf",
+    "up": "bsd,df->bsf",
+    "down": "bsf,fd->bsd",
 }
 NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm"})
 
@@ -73,12 +87,19 @@ class Layers(nnx.Module):
             setattr(self, name, nnx.Param(init(name, shapes[name])) if name in shapes else None)
 
 
-def rms_norm(x: Float[Array, "*B d"], gain: Float[Array, " d"], eps: float) -> Float[Array, "*B d"]:
+def untapped(name: str, inputs: Array, out: Array) -> Array:
+    """The tap that looks at nothing."""
+    return out
+
+
+def rms_norm(
+    x: Float[Array, "*B d"], gain: Float[Array, " d"], eps: float, tap: Tap = untapped, name: str = "norm"
+) -> Float[Array, "*B d"]:
     """Root-mean-square norm, computed in at least float32, returned in ``x``'s dtype."""
     y = x.astype(wide(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    gain = gain.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (y * scale).astype(x.dtype) * gain
+    unit = (y * scale).astype(x.dtype)
+    return tap(name, unit, unit * gain.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,)))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Float[Array, " half"]:
@@ -128,22 +149,31 @@ def attention(
 
 
 def layer(
-    p: Layers, x: Float[Array, "B S d"], angles: tuple[Array, Array], config: ModelConfig, attend: Attend
+    p: Layers,
+    x: Float[Array, "B S d"],
+    angles: tuple[Array, Array],
+    config: ModelConfig,
+    attend: Attend,
+    tap: Tap = untapped,
 ) -> tuple[Float[Array, "B S d"], Any]:
     """One pre-norm decoder layer; returns the new residual stream and what ``attend`` gave beside it."""
-    y = rms_norm(x, p.attn_norm[...], config.norm_eps)
-    q, k, v = (_project(y, getattr(p, n), getattr(p, f"{n}_bias"), "bsd,dhe->bshe") for n in "qkv")
+
+    def project(name: str, x: Array) -> Array:
+        return tap(name, x, _project(x, getattr(p, name), getattr(p, f"{name}_bias"), PROJECTIONS[name]))
+
+    def norm(name: str, x: Array) -> Array:
+        return rms_norm(x, getattr(p, name)[...], config.norm_eps, tap, name)
+
+    y = norm("attn_norm", x)
+    q, k, v = (project(name, y) for name in "qkv")
     if config.qk_norm:
-        q = rms_norm(q, p.q_norm[...], config.norm_eps)
-        k = rms_norm(k, p.k_norm[...], config.norm_eps)
+        q, k = norm("q_norm", q), norm("k_norm", k)
     q, k = rotate(q, *angles), rotate(k, *angles)
     q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
     mixed, extra = attend(q, k, v)
-    x = x + checkpoint_name(_project(mixed, p.o, p.o_bias, "bshe,hed->bsd"), "attention_out")
-    y = rms_norm(x, p.mlp_norm[...], config.norm_eps)
-    gate = _project(y, p.gate, p.gate_bias, "bsd,df->bsf")
-    up = _project(y, p.up, p.up_bias, "bsd,df->bsf")
-    return x + _project(jax.nn.silu(gate) * up, p.down, p.down_bias, "bsf,fd->bsd"), extra
+    x = x + checkpoint_name(project("o", mixed), "attention_out")
+    y = norm("mlp_norm", x)
+    return x + project("down", jax.nn.silu(project("gate", y)) * project("up", y)), extra
 
 
 def _project(x: Array, weight: nnx.Param, bias: nnx.Param | None, equation: str) -> Array:
