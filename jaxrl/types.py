@@ -78,6 +78,25 @@ class Rows:
 
 @container
 @dataclass(frozen=True)
+class Packed:
+    """N sequences laid one after the other in R rows of one width; made by ``jaxrl.models.packing.pack``.
+
+    ``position`` counts within a sequence, ``segment`` numbers the sequences of a row from 0 (-1 on
+    padding). Sequence i lies in row ``row[i]`` from ``offset[i]`` on; ``start`` and ``length`` are
+    those of ``Rows``: prompt tokens, and prompt plus response.
+    """
+
+    tokens: Int[Array, "R L"]
+    position: Int[Array, "R L"]
+    segment: Int[Array, "R L"]
+    row: Int[Array, " N"]
+    offset: Int[Array, " N"]
+    start: Int[Array, " N"]
+    length: Int[Array, " N"]
+
+
+@container
+@dataclass(frozen=True)
 class Rollouts:
     """Sampled responses. ``logps`` are of the distribution sampled from (nats, 0 off the response)."""
 
@@ -155,7 +174,10 @@ class Kernel:
 
     ``normalise`` is ``sum`` (phi = sum of token log-probs, nats), ``tok`` (mean over response
     tokens) or ``weights``. ``sq_norms_a[i] = |grad phi_i|^2``. ``blocks`` holds parts that sum to
-    ``values``. ``noise`` is the estimated relative error of an entry against its norms, or None.
+    ``values``. ``dtype`` is that of the sums, ``compute`` that of the model's passes, ``precision``
+    that of the matmuls; ``why`` says what picked ``method``. ``noise`` is the largest error of an
+    entry over its two norms that a second computation of some entries showed, or None where there
+    was none; ``held_fixed`` lists what was not differentiated.
     """
 
     values: Float[Array, "N M"]
@@ -167,11 +189,21 @@ class Kernel:
     blocks: dict[str, Array] | None = None
     noise: float | None = None
     held_fixed: tuple[str, ...] = ()
+    compute: str = ""
+    precision: str = "highest"
+    why: str = ""
 
     def cosine(self) -> Float[Array, "N M"]:
         """Entries divided by both norms; 0 where a norm is 0."""
         scale = jnp.sqrt(self.sq_norms_a[:, None] * self.sq_norms_b[None, :])
         return jnp.where(scale > 0, self.values / jnp.where(scale > 0, scale, 1), 0)
+
+    def unsure(self) -> Bool[Array, "N M"]:
+        """True where ``|cosine|`` does not exceed the noise floor: the sign of such an entry means nothing.
+
+        All False when no noise floor was measured.
+        """
+        return jnp.abs(self.cosine()) <= (-1.0 if self.noise is None else self.noise)
 
 
 def flatten_leading(tree: Any, axes: int) -> Any:
