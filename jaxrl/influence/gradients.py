@@ -74,6 +74,7 @@ def predicted_change(
     rows: Rows,
     *,
     normalise: str = "sum",
+    weights: Array | None = None,
     chunk: int | None = None,
     logps: Logps = token_logps,
 ) -> Float[Array, " M"]:
@@ -81,13 +82,15 @@ def predicted_change(
 
     ``direction`` is a pytree like the parameters, at any scale: it is brought to O(1) for the
     tangent and the result is scaled back, so that steps of 1e-9 lose nothing. One forward-mode
-    pass; ``chunk`` bounds the rows of a pass. A row without response tokens changes by 0.
+    pass; ``chunk`` bounds the rows of a pass, ``weights`` are per-token weights instead of
+    ``normalise``. A row without response tokens changes by 0. Attention or heads that only have a
+    reverse rule (fused kernels) refuse forward mode: ``directional.reverse_change`` gives the same there.
 
     Raises ``ValueError`` when there are no rows or a leaf of ``direction`` does not fit.
     """
     need_rows(rows, "rows", model)
     tangent, scale = unit_tangent(model, direction)
-    first = _directional(model, tangent, rows, row_weights(rows, normalise), logps, chunk, 1)
+    first = _directional(model, tangent, rows, row_weights(rows, normalise, weights), logps, chunk, 1)
     return first * scale.astype(first.dtype)
 
 
@@ -97,6 +100,7 @@ def second_order(
     rows: Rows,
     *,
     normalise: str = "sum",
+    weights: Array | None = None,
     chunk: int | None = None,
     logps: Logps = token_logps,
 ) -> Float[Array, " M"]:
@@ -106,7 +110,7 @@ def second_order(
     """
     need_rows(rows, "rows", model)
     tangent, scale = unit_tangent(model, direction)
-    curvature = _directional(model, tangent, rows, row_weights(rows, normalise), logps, chunk, 2)
+    curvature = _directional(model, tangent, rows, row_weights(rows, normalise, weights), logps, chunk, 2)
     return curvature * jnp.square(scale).astype(curvature.dtype) / 2
 
 
