@@ -43,7 +43,7 @@ def load_problems(source: str | pathlib.Path, *, fields: Mapping[str, str] | Non
     path = pathlib.Path(source)
     names = {f: (fields or {}).get(f, f) for f in FIELDS}
     if path.suffix == ".jsonl":
-        rows = _jsonl_rows(path)
+        rows = jsonl_rows(path)
     elif path.suffix == ".parquet":
         rows = _parquet_rows(path, names["id"])
     elif not path.exists() and _looks_like_hub_id(str(source)):
@@ -60,7 +60,8 @@ def load_problems(source: str | pathlib.Path, *, fields: Mapping[str, str] | Non
     return problems
 
 
-def _jsonl_rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def jsonl_rows(path: pathlib.Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of a JSONL file, each with ``file, line n`` to name it by. Raises ``DataError`` for what is none."""
     _check_file(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

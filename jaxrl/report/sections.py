@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.report import curves, figures, prompts, tables
+from jaxrl.report import curves, figures, kernels, prompts, tables
 from jaxrl.report.curves import Panel, over_steps, recorded
 from jaxrl.report.read import Run, read_arrays, read_json, split_order
 from jaxrl.report.style import Picture
@@ -49,6 +49,7 @@ def report_sections(runs: Sequence[Run], check: Path | None) -> list[Section]:
         _steps(runs, "kernel", "Kernel structure", curves.KERNEL, "A.4. Shape of the gradient kernel over "
                "training: growing squared norms (trace / n) with steady cosines and ranks mean longer gradients, not more "
                "entangled ones."),
+        *_kernels(runs),
         _check(runs, check),
     ]  # fmt: skip
 
@@ -206,6 +207,12 @@ def _agreement(runs: Sequence[Run]) -> Section:
     if points:
         section.items.insert(1, prompts.agreement(points))
     return section
+
+
+def _kernels(runs: Sequence[Run]) -> list[Section]:
+    """What ``influence.every`` stored of whole kernels, where some run has it."""
+    items = kernels.training_items(runs)
+    return [Section("kernel-training", "The kernel during training", items=list(items))] if items else []
 
 
 def _check(runs: Sequence[Run], folder: Path | None) -> Section:

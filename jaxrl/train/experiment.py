@@ -104,11 +104,15 @@ class ProbeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InfluenceSpec:
-    """The exact gradient kernel beside training: ``rows`` rows every ``every`` steps (0: never)."""
+    """The exact gradient kernel beside training, of batch and probe: ``rows`` rows of each every ``every`` steps (0: never).
+
+    ``layers`` also stores the part of every layer, which costs next to nothing except under ``columns``.
+    """
 
     every: int = 20
     rows: int = 32
-    method: Literal["auto", "reference", "columns"] = "auto"
+    method: Literal["auto", "reference", "columns", "chunked", "streamed", "ghost"] = "auto"
+    layers: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,22 @@ from jaxtyping import Array, Float
 
 from jaxrl import keys
 from jaxrl.influence.gradients import predicted_change
-from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.influence.lines import influence_line, probe_line
 from jaxrl.influence.probe import build_probe, load_probe, save_probe, scope_masks
 from jaxrl.influence.structure import structure
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_scores
+from jaxrl.rl.losses import TokenLoss
 from jaxrl.rl.metrics import clip_violations
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Temperature
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.collect import Collector, in_passes, score_rows
 from jaxrl.train.experiment import Experiment
+from jaxrl.train.kernels import StepKernels, step_kernels, store_step
 from jaxrl.train.setup import Setup
-from jaxrl.types import Batch, Kernel, Probe, Rows, Term, TrainState
+from jaxrl.types import Batch, Probe, Rows, Term, TrainState
 
 Finish = Callable[[Any], dict[str, Any]]
 
@@ -47,7 +48,7 @@ class BatchView:
     """
 
     batch: Batch
-    clip_range: tuple[float, float]
+    loss: TokenLoss
     temperature: float
     at_once: int | None
     before: Float[Array, "N L"] | None
@@ -63,7 +64,7 @@ class BatchView:
         if len(policy) > 1:
             batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
         before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once)
-        return cls(batch, policy[0].loss.clip_range, temperature, at_once, before, entropy)
+        return cls(batch, policy[0].loss, temperature, at_once, before, entropy)
 
     def metrics(self, model: Decoder) -> dict[str, Mean]:
         """Clip violations (A23 a, b) before and after the step, and the sampled policy's entropy (A18).
@@ -73,7 +74,7 @@ class BatchView:
         if self.before is None:
             return {}
         after, _ = scored(model, self.batch.rows, self.temperature, self.at_once)
-        return _batch_metrics(self.batch, self.before, after, self.entropy, *self.clip_range)
+        return _batch_metrics(self.batch, self.before, after, self.entropy, *self.loss.clip_range)
 
 
 @partial(jax.jit, static_argnames=("low", "high"))
@@ -93,15 +94,6 @@ def scored(
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probabilities and entropies of ``[N L]`` rows, ``at_once`` rows a pass."""
     return in_passes(token_scores, model, rows, temperature, at_once=at_once)
-
-
-class KernelPair(NamedTuple):
-    """The kernels of one influence step and which rows of batch and probe they are of."""
-
-    cross: Kernel | None
-    probe: Kernel
-    batch_rows: np.ndarray
-    probe_rows: np.ndarray
 
 
 @jax.jit
@@ -131,7 +123,7 @@ class Observer:
         self.base_logps = np.asarray(self._score(setup.base))
         self.current: Float[Array, "M L"] | None = None
         self.kept_model: Decoder | None = None
-        self.kernel: KernelPair | None = None
+        self.kernels: StepKernels | None = None
         m = len(self.base_logps)
         arrays.require("probe_logp_sum", (experiment.steps + 1, m), "f4")
         arrays.put("probe_length", np.asarray(self.rows.response_length(), np.int32))
@@ -145,7 +137,16 @@ class Observer:
             self.current = self._score(state.model)
         if self.measures(step):
             self.kept_model = jax.tree.map(jnp.copy, state.model)
-            self.kernel = self._kernel(state.model, view)
+            spec = self.x.influence
+            self.kernels = step_kernels(
+                state.model,
+                Term(view.batch, view.loss),
+                self.rows,
+                rows=spec.rows,
+                temperature=view.temperature,
+                method=spec.method,
+                blocks="layer" if spec.layers else "total",
+            )
 
     def after(self, step: int, state: TrainState, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
         """Lines to write once their device values have arrived: ``(kind, device values, finish)``.
@@ -163,8 +164,8 @@ class Observer:
             direction = _difference(state.model, self.kept_model)
             predicted = predicted_change(self.kept_model, direction, self.rows, chunk=self.at_once)
             values = {"before": before, "after": after, "predicted": predicted}
-            lines.append(("influence", values, partial(self._influence_line, step, self.kernel)))
-            self.kept_model, self.kernel = None, None
+            lines.append(("influence", values, partial(self._influence_line, step, self.kernels)))
+            self.kept_model, self.kernels = None, None
         return lines
 
     def observes(self, step: int) -> bool:
@@ -177,21 +178,6 @@ class Observer:
 
     def _score(self, model: Decoder) -> Float[Array, "M L"]:
         return score_rows(model, self.rows, 1.0, self.at_once)
-
-    def _kernel(self, model: Decoder, view: BatchView) -> KernelPair:
-        """Exact kernels of trained rows with probes, and of those probes with themselves.
-
-        A short list of trained rows is repeated to one length, so that there is one program; what is
-        kept is one row each. Where the filters kept nothing there is no cross kernel.
-        """
-        trained = np.flatnonzero(np.asarray(jnp.any(view.batch.weight != 0, axis=-1)))[: self.x.influence.rows]
-        followed = spread(len(self.base_logps), self.x.influence.rows)
-        probe, method = self.rows[followed], self.x.influence.method
-        cross = None
-        if len(trained):
-            slots = np.resize(trained, min(self.x.influence.rows, len(view.batch.weight)))
-            cross = gradient_kernel(model, view.batch.rows[slots], probe, method=method)
-        return KernelPair(cross, gradient_kernel(model, probe, probe, method=method), trained, followed)
 
     def _probe_line(self, step: int, in_batch: np.ndarray, values: Mapping[str, Any]) -> dict[str, Any]:
         """Influence of this step and since step 0, clip violations, perplexity; rows of ``probe_logp_sum``."""
@@ -208,18 +194,14 @@ class Observer:
             clip=self.clip_range,
         )
 
-    def _influence_line(self, step: int, kernel: KernelPair, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _influence_line(self, step: int, kernels: StepKernels, values: Mapping[str, Any]) -> dict[str, Any]:
         """First-order prediction against measurement (C10), and the structure of the probe's kernel (A.4)."""
         before, after = np.asarray(values["before"]).sum(-1), np.asarray(values["after"]).sum(-1)
         predicted = np.asarray(values["predicted"])
         self.arrays.put(f"predicted/{step}", predicted)
-        about: dict[str, Any] = {name: getattr(kernel.probe, name) for name in ("method", "dtype", "normalise")}
-        about |= {"batch_rows": kernel.batch_rows.tolist(), "probe_rows": kernel.probe_rows.tolist()}
-        if kernel.cross is not None:
-            self.arrays.put(f"kernel/{step}", kernel.cross.values[: len(kernel.batch_rows)], about)
-        self.arrays.put(f"probe_kernel/{step}", kernel.probe.values, about)
+        store_step(self.arrays, kernels, f"/{step}")
         measured = after.astype(np.float64) - before.astype(np.float64)
-        shape = structure(np.asarray(kernel.probe.values), uid=np.asarray(self.probe.uid)[kernel.probe_rows])
+        shape = structure(np.asarray(kernels.probe.values), uid=np.asarray(self.probe.uid)[kernels.probe_rows])
         line = {f"kernel/{name}": value for name, value in shape.items() if not np.isnan(value)}
         return influence_line(measured, predicted, before) | line
 
@@ -243,11 +225,6 @@ def sampled_probe(experiment: Experiment, setup: Setup, collector: Collector) ->
         )
         drawn.append((prompts.uid, rollouts, collector.correct(prompts, rollouts)))
     return build_probe(drawn)
-
-
-def spread(total: int, count: int) -> np.ndarray:
-    """``count`` of ``total`` indices, evenly spaced: the probe is ordered by set and prompt."""
-    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(int))
 
 
 def shares(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
