@@ -111,8 +111,8 @@ def _total(
         p, d, window = xs
         return layer(p, x, angles, config, windowed(window), tap=_layer_tap(s, d))[0], None
 
-    body = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-    x, _ = jax.lax.scan(body, x, (model.layers, tangent.layers, layer_windows(config)))
+    whole = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    x, _ = jax.lax.scan(whole, x, (model.layers, tangent.layers, layer_windows(config)))
 
     def final(name: str, inputs: Array, out: Array) -> Array:
         return _nudged(_gain, s, out, inputs, tangent.norm[...])
@@ -144,7 +144,7 @@ def _head(
         out = logits(model, states, temperature)
         out = _nudged(_logits, s, out, (states, temperature), tangent)
         lp = jnp.take_along_axis(jax.nn.log_softmax(out, axis=-1), token[..., None], axis=-1)[..., 0]
-        return jnp.sum(jnp.where(weight == 0, 0, lp * weight.astype(lp.dtype)))
+        return jnp.sum(lp * weight.astype(lp.dtype))
 
     xs = split(states[:, :-1]), split(tokens[:, 1:]), split(weights[:, 1:])
     return jnp.sum(jax.lax.map(lambda x: part(*x), xs))
