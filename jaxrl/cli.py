@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxrl.bench.arguments import EXAMPLE, LINE, add_arguments
 from jaxrl.errors import JaxrlError, UsageError, nearest
 from jaxrl.tables import write_json, write_tables
 
@@ -58,6 +60,15 @@ def probability(text: str) -> float:
 def counts(text: str) -> tuple[int, ...]:
     """``1,16,64`` as a tuple in rising order."""
     return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def size(text: str) -> int:
+    """``512M`` or ``2G`` as bytes; K, M, G and T are powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    value = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 512M or 2G, got {text!r}")
+    return value
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -144,6 +155,23 @@ def _sampling(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=seed, default=0, help="root of all randomness (default 0)")
 
 
+def _kernel(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL|RUN", help="a model folder or hub id with --a; or a run folder")
+    p.add_argument("--a", type=Path, metavar="FILE", help="rows: JSONL of prompt, response and labels")
+    p.add_argument("--b", type=Path, metavar="FILE", help="rows of the other side (default: those of --a again)")
+    p.add_argument(
+        "--step", type=index, metavar="S", help="checkpoint of a run: its batch and probe (default: the last)"
+    )
+    p.add_argument("--method", default="auto", help="auto (default) or how to compute it; see `gradient_kernel`")
+    p.add_argument("--layers", action="store_true", help="also the part of every layer")
+    p.add_argument("--normalise", choices=("sum", "tok"), default="sum", help="sum over response tokens, or their mean")
+    p.add_argument("--limit", type=count, metavar="N", help="rows of each side (default: all; of a run influence.rows)")
+    p.add_argument("--max-tokens", type=count, metavar="L", help="cut longer rows at the end of the response")
+    p.add_argument("--memory", type=size, metavar="BYTES", help="limit of what is held beside the model, as 2G")
+    p.add_argument("--out", type=Path, metavar="DIR", help="(default: kernel.zarr, or kernel-STEP.zarr in the run)")
+    p.add_argument("--overwrite", action="store_true", help="replace the kernel in DIR")
+
+
 def _check(p: argparse.ArgumentParser) -> None:
     p.add_argument("model", metavar="RUN|MODEL", help="a run folder, or a model folder with --probe")
     p.add_argument("--probe", type=Path, metavar="FILE", help="solutions to check on (default: the run's own)")
@@ -195,6 +223,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         "sample the solutions whose probability is to be followed",
         "jaxrl probe MODEL --data problems.jsonl --prompts 64 -n 4 --out probe.npz",
     ),
+    "kernel": (
+        _kernel,
+        "the exact gradient kernel between rows, stored and drawn",
+        "jaxrl kernel MODEL --a train.jsonl --b probe.jsonl --layers --out kernel.zarr",
+    ),
     "check": (
         _check,
         "compare the gradient kernel with measured changes, in double precision",
@@ -210,6 +243,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         "a trained checkpoint as a Hugging Face folder",
         "jaxrl export runs/self-1 --step 200 --out self-hf",
     ),
+    "bench": (add_arguments, LINE, EXAMPLE),
 }
 
 

@@ -29,8 +29,8 @@ LABELS = ("group", "label", "correct", "mode", "difficulty")
 class LabelledRows:
     """Token rows as host arrays, and what is known of each.
 
-    ``labels[name]`` has one entry a row, None where the row says nothing; ``prompt`` is always there
-    and numbers the distinct prompts. ``cut`` counts rows that lost tokens to ``max_tokens``.
+    ``labels[name]`` has one entry a row, None where the row says nothing; ``prompt`` is always there and
+    is the prompt's ids. ``cut`` counts rows that lost tokens to ``max_tokens``.
     """
 
     rows: Rows
@@ -64,21 +64,19 @@ def read_rows(
             made.append(tokenizer())
         return made[0]
 
-    pairs, labels, prompts, cut = [], {name: [] for name in LABELS}, {}, 0
+    pairs, labels, cut = [], {name: [] for name in LABELS}, 0
     for where, row in jsonl_rows(path):
         if limit is not None and len(pairs) == limit:
             break
         prompt, response = (_ids(where, row, name, known, vocab_size) for name in TEXTS)
         cut += max_tokens is not None and len(prompt) + len(response) > max_tokens
         pairs.append(_fitted(where, prompt, response, context, max_tokens))
-        prompts.setdefault(tuple(prompt), len(prompts))
         for name in LABELS:
             labels[name].append(_label(where, row, name))
     if not pairs:
         raise DataError(f"{path}: holds no rows; expected at least one line with {' and '.join(TEXTS)}")
     given = {name: values for name, values in labels.items() if any(v is not None for v in values)}
-    numbered = [prompts[tuple(prompt)] for prompt, _ in pairs]
-    return LabelledRows(padded(pairs), {**given, "prompt": numbered}, int(cut))
+    return LabelledRows(padded(pairs), {**given, "prompt": [tuple(prompt) for prompt, _ in pairs]}, int(cut))
 
 
 def padded(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rows:

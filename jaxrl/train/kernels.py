@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ class StepKernels:
     the policy term: an SGD step of rate eta changes the score of probe row j by ``eta sum_i weights[i]
     cross[i, j]`` to first order, when ``batch_rows`` are all ``trained`` rows and ``uneven``, the largest
     departure of a token's coefficient from its row's over the latter, is 0. None where the loss has no
-    such form.
+    such form, or the kernel is of token means.
     """
 
     cross: Kernel | None
@@ -60,8 +60,9 @@ def step_kernels(
         part = Term(jax.tree.map(lambda x: x[slots], term.batch), term.loss)
         heat = {} if temperature == 1 else {"temperature": (temperature, 1.0)}
         cross = gradient_kernel(model, part.batch.rows, probes, **heat, **options)
-        weights, uneven = policy_weights(model, part, temperature)
-        weights = None if weights is None else weights[: len(chosen)]
+        if options.get("normalise", "sum") == "sum":
+            weights, uneven = policy_weights(model, part, temperature)
+            weights = None if weights is None else weights[: len(chosen)]
     itself = gradient_kernel(model, probes, probes, **options)
     return StepKernels(cross, itself, chosen, followed, len(every), weights, uneven)
 
@@ -100,33 +101,33 @@ def store_step(arrays: ArrayStore, found: StepKernels, suffix: str = "") -> None
     """
     index = {"batch_rows": found.batch_rows.tolist(), "probe_rows": found.probe_rows.tolist(), "trained": found.trained}
     if found.cross is not None:
-        store_kernel(arrays, ("kernel", "layers"), found.cross, index, suffix, rows=len(found.batch_rows))
-    store_kernel(arrays, ("probe_kernel", "probe_layers"), found.probe, index, suffix)
+        cross = first_rows(found.cross, len(found.batch_rows))
+        store_kernel(arrays, f"kernel{suffix}", f"layers{suffix}", cross, index)
+    store_kernel(arrays, f"probe_kernel{suffix}", f"probe_layers{suffix}", found.probe, index)
     if found.weights is not None:
         arrays.put(f"weights{suffix}", found.weights, index | {"uneven": found.uneven})
 
 
-def store_kernel(
-    arrays: ArrayStore,
-    names: tuple[str, str],
-    kernel: Kernel,
-    about: Mapping[str, Any],
-    suffix: str = "",
-    rows: int | None = None,
-) -> None:
-    """Store ``values[:rows]`` and, where there are any, the blocks ``[blocks, rows, M]``, with their attributes."""
-    about = kernel_attributes(kernel, rows) | dict(about)
-    arrays.put(f"{names[0]}{suffix}", np.asarray(kernel.values)[:rows], about)
-    if kernel.blocks is not None:
-        parts = np.stack([np.asarray(part)[:rows] for part in kernel.blocks.values()])
-        arrays.put(f"{names[1]}{suffix}", parts, {"blocks": list(kernel.blocks), **about})
+def store_kernel(arrays: ArrayStore, name: str, layers: str, kernel: Kernel, more: Mapping[str, Any]) -> None:
+    """Store the values under ``name`` and, where there are any, the blocks ``[blocks, N, M]`` under ``layers``.
 
-
-def kernel_attributes(kernel: Kernel, rows: int | None = None) -> dict[str, Any]:
-    """What explains the numbers of a kernel: how they were computed, to what error, and the norms for cosines."""
-    names = ("method", "why", "dtype", "compute", "precision", "normalise", "noise")
-    return {name: getattr(kernel, name) for name in names} | {
+    Attributes of both say how they were computed, to what error, the norms for cosines, and ``more``.
+    """
+    fields = ("method", "why", "dtype", "compute", "precision", "normalise", "noise")
+    about = {field: getattr(kernel, field) for field in fields} | {
         "held_fixed": list(kernel.held_fixed),
-        "sq_norms_a": np.asarray(kernel.sq_norms_a)[:rows].tolist(),
+        "sq_norms_a": np.asarray(kernel.sq_norms_a).tolist(),
         "sq_norms_b": np.asarray(kernel.sq_norms_b).tolist(),
+        **more,
     }
+    arrays.put(name, kernel.values, about)
+    if kernel.blocks is not None:
+        parts = np.stack([np.asarray(part) for part in kernel.blocks.values()])
+        arrays.put(layers, parts, {"blocks": list(kernel.blocks), **about})
+
+
+def first_rows(kernel: Kernel, n: int) -> Kernel:
+    """The kernel of the first ``n`` rows of A, as host arrays."""
+    blocks = None if kernel.blocks is None else {name: np.asarray(x)[:n] for name, x in kernel.blocks.items()}
+    values, norms = np.asarray(kernel.values)[:n], np.asarray(kernel.sq_norms_a)[:n]
+    return replace(kernel, values=values, sq_norms_a=norms, blocks=blocks)
