@@ -1,0 +1,192 @@
+"""Count sketches: unbiased, with intervals that hold; the hash knows coordinates and no tiling."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from influence_world import along, gradient_matrix, small_model, some_rows
+
+from jaxrl.influence.gradients import leaf_names, row_weights
+from jaxrl.influence.sketch import (
+    Sketch,
+    gradient_sketch,
+    leaf_seed,
+    sketch_block,
+    sketch_gradients,
+    sketch_kernel,
+)
+from jaxrl.types import Rows
+
+pytestmark = [pytest.mark.x64, pytest.mark.usefixtures("x64")]
+SEEDS = 2000
+
+
+def assert_close(a, b, tolerance=1e-12) -> None:
+    np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, equal_nan=False)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A model, six rows and their gradients, one flat row each."""
+    with jax.enable_x64(True):
+        model, rows = small_model(), some_rows(6)
+        return model, rows, gradient_matrix(model, rows)
+
+
+@jax.jit
+def _many(gradients):
+    norms = jnp.sum(gradients**2, axis=1)
+
+    def one(seed):
+        values = sketch_block(gradients[:, None], leaf_seed=seed, size=64)
+        found = Sketch(values, norms, seed=0, normalise="sum", parameters=gradients.shape[1])
+        return jnp.stack(sketch_kernel(found, found))
+
+    return jax.lax.map(one, jnp.arange(SEEDS, dtype=jnp.uint32) * jnp.uint32(2654435761))
+
+
+@pytest.fixture(scope="module")
+def many(world):
+    """Kernels of 64 numbers a row under many seeds as (estimate, low, high), and the exact kernel, at unit norms."""
+    with jax.enable_x64(True):
+        unit = world[2] / np.linalg.norm(world[2], axis=1, keepdims=True)
+        return np.moveaxis(np.asarray(_many(jnp.asarray(unit))), 1, 0), unit @ unit.T
+
+
+def test_the_mean_over_seeds_is_the_kernel(many):
+    (values, _, _), exact = many
+    error = values.mean(axis=0) - exact
+    assert np.abs(error / (values.std(axis=0) / np.sqrt(SEEDS))).max() < 3.5  # of 21 different entries
+    assert np.sqrt(np.mean(error**2)) < 0.006
+
+
+def test_intervals_hold_the_kernel_in_95_percent_of_cases(many):
+    (_, low, high), exact = many
+    inside = (low <= exact) & (exact <= high)
+    pairs = inside[:, *np.triu_indices(6, 1)]
+    assert 0.93 < pairs.mean() < 0.97
+    assert pairs.mean(axis=0).min() > 0.92
+
+
+def test_the_variance_is_what_the_intervals_are_made_of(many):
+    (values, _, _), exact = many
+    ratio = values.var(axis=0) / ((1 + exact**2) / 64)
+    assert 0.85 < ratio[np.triu_indices(6, 1)].mean() < 1.05
+
+
+def tilings(block):
+    """Ways of cutting ``[n 6 10]`` of a parameter whose coordinates count from 100 on: (part, arguments)."""
+    yield [(block[:, i : i + 4], dict(offset=100 + 10 * i)) for i in (0, 4)]
+    yield [(block[:, :, j : j + 3], dict(offset=100 + j, strides=(10, 1))) for j in (0, 3, 6, 9)]
+    turned = jnp.swapaxes(block, 1, 2)
+    yield [(turned[:, j : j + 7], dict(offset=100 + j, strides=(1, 10))) for j in (0, 7)]
+    odd = jnp.asarray([5, 0, 2]), jnp.asarray([1, 3, 4])
+    yield [(block[:, i], dict(offset=100 + 10 * i)) for i in odd]
+    yield [(block.reshape(-1, 1, 60), dict(offset=jnp.asarray(100)))]
+    padded = jnp.pad(block, [(0, 0), (0, 2), (0, 0)])
+    yield [(padded, dict(offset=100))]
+
+
+def test_no_tiling_enters_the_hash():
+    block = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 10)))
+    whole = sketch_block(block, leaf_seed=7, layer=1, offset=100, size=16)
+    for tiling in tilings(block):
+        parts = [sketch_block(part, leaf_seed=7, layer=jnp.asarray(1), size=16, **where) for part, where in tiling]
+        assert_close(sum(parts), whole)
+    for other in (dict(leaf_seed=8, layer=1, offset=100), dict(leaf_seed=7, offset=100), dict(leaf_seed=7, layer=1)):
+        assert np.abs(sketch_block(block, size=16, **other) - whole).max() > 0.1
+
+
+def test_the_hash_stays_as_it_was():
+    """Stored sketches are compared with those of later versions."""
+    assert leaf_seed(0, "embed") == 2875335466
+    hashed = sketch_block(jnp.eye(6)[:, None], leaf_seed=leaf_seed(3, "layers.q"), layer=2, offset=2**31, size=1000)
+    assert [int(np.flatnonzero(row)[0] * row.sum()) for row in np.asarray(hashed)] == [-360, 908, 849, -24, -901, 285]
+
+
+def test_buckets_are_even_and_signs_of_leaves_and_layers_independent():
+    count = 1 << 14
+
+    def hashed(seed, layer):  # how often each bucket is hit, less its mean, with signs
+        return np.asarray(sketch_block(jnp.ones((1, 1, count)), leaf_seed=seed, layer=layer, size=64))[0]
+
+    several = [hashed(leaf_seed(0, name), layer) for name in ("embed", "layers.q", "layers.k") for layer in (0, 1, 2)]
+    for sums in several:  # sums of count / 64 signs
+        assert 0.6 < np.mean(sums**2) / (count / 64) < 1.5
+    off = np.corrcoef(several)[np.triu_indices(9, 1)]
+    assert np.abs(off).max() < 0.5
+
+
+def test_the_sketch_of_a_pytree_is_that_of_its_leaves_and_layers(world):
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(6, *x.shape))), world[0])
+    expected = np.zeros((6, 32))
+    for name, leaf in zip(leaf_names(gradients), jax.tree.leaves(gradients), strict=True):
+        layers = np.moveaxis(np.asarray(leaf), 1, 0) if name.startswith("layers.") else np.asarray(leaf)[None]
+        for i, part in enumerate(layers):
+            block = jnp.asarray(part).reshape(6, 1, -1)
+            expected += np.asarray(sketch_block(block, leaf_seed=leaf_seed(5, name), layer=i, size=32))
+    found = jax.jit(sketch_gradients, static_argnums=(1, 2))(gradients, 5, 32)
+    assert_close(found, expected)
+
+
+def test_sketches_hold_exact_norms_and_no_trace_of_their_tiles(world):
+    model, rows, gradients = world
+    whole = gradient_sketch(model, rows, size=128)
+    assert_close(whole.sq_norms, np.sum(gradients**2, axis=1))
+    few = gradient_sketch(model, rows, size=128, memory=4 * gradients[0].nbytes)
+    assert_close(few.values, whole.values)
+    assert_close(few.sq_norms, whole.sq_norms)
+    lengths = np.asarray(rows.response_length())[:, None]
+    for given in (dict(normalise="tok"), dict(weights=row_weights(rows, "tok"))):
+        other = gradient_sketch(model, rows, size=128, **given)
+        assert_close(np.asarray(other.values) * lengths, whole.values)
+        assert other.normalise == given.get("normalise", "weights")
+    assert (whole.size, whole.seed, whole.parameters) == (128, 0, gradients.shape[1])
+
+
+def test_sketches_of_two_steps_give_the_kernel_across_them(world):
+    model, rows, gradients = world
+    later = along(model, jax.tree.map(jnp.ones_like, model), 0.02)
+    exact = gradients @ gradient_matrix(later, rows).T
+    sketches = gradient_sketch(model, rows, size=128), gradient_sketch(later, rows, size=128)
+    values, low, high = sketch_kernel(*sketches)
+    assert np.mean((low <= exact) & (exact <= high)) > 0.8
+    assert np.all(np.abs(values - exact) < 2 * (high - low))
+    assert np.all(np.diag(low) > 0)  # a row is still like itself
+
+
+def test_a_stored_sketch_comes_back_whole(world):
+    model, rows, _ = world
+    found = gradient_sketch(model, rows, size=128)
+    back = Sketch.of(np.asarray(found.values), json.loads(json.dumps(found.attributes())))
+    assert_close(sketch_kernel(found, back)[1], sketch_kernel(found, found)[1], 1e-6)
+    assert found.attributes()["size"] == 128
+
+
+def test_low_precision_gradients_are_added_in_single_precision():
+    block = jnp.ones((1, 1, 1 << 14), jnp.bfloat16) * jnp.bfloat16(1.0078125)
+    exact = sketch_block(block.astype(jnp.float64), leaf_seed=1, size=2)
+    assert_close(sketch_block(block, leaf_seed=1, size=2), exact, 1e-6)
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", 1), ("normalise", "tok"), ("parameters", 9)])
+def test_sketches_of_different_hashes_are_not_combined(world, field, value):
+    one = Sketch(np.ones((2, 4)), np.ones(2), seed=0, normalise="sum", parameters=8)
+    with pytest.raises(ValueError, match=f"sketches differ in {field}, .* and {value!r}"):
+        sketch_kernel(one, dataclasses.replace(one, **{field: value}))
+    with pytest.raises(ValueError, match="sketches differ in size, 4 and 5"):
+        sketch_kernel(one, dataclasses.replace(one, values=np.ones((2, 5))))
+
+
+def test_what_does_not_fit_is_named(world):
+    model, rows, _ = world
+    with pytest.raises(ValueError, match="size: expected at least 2 numbers"):
+        gradient_sketch(model, rows, size=1)
+    with pytest.raises(ValueError, match="rows: there are no rows"):
+        gradient_sketch(model, rows[:0], size=8)
+    with pytest.raises(ValueError, match="rows: row 1 has no response token"):
+        gradient_sketch(model, Rows(rows.tokens, rows.start, rows.length.at[1].set(3)), size=8)
