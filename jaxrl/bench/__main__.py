@@ -1,44 +1,35 @@
-"""``python -m jaxrl.bench [--repeats N] [--json]``: all benchmarks, on the CPU."""
+"""``python -m jaxrl.bench``: what ``jaxrl bench`` does, without the rest of the command line."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 
-import jax
-
-from jaxrl.bench import SIZES, SUBJECTS, Sizes
+from jaxrl.bench.arguments import LINE, add_arguments
+from jaxrl.bench.run import run
+from jaxrl.bench.sizes import SIZES, Sizes
+from jaxrl.errors import DoesNotHold, JaxrlError
 from jaxrl.tables import write_json, write_tables
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes = SIZES) -> int:
-    """Run, print, return 0. Cells in brackets are the smallest and the largest of the rounds."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.bench", description=__doc__)
-    parser.add_argument("--repeats", type=_count, default=5, metavar="N", help="rounds of timings (default 5)")
+    """Run, print, return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.bench", description=f"Prints {LINE}.")
+    add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments = parser.parse_args(argv)
-    result = {
-        "unit": "CPU-seconds of all threads; median of rounds [smallest, largest]",
-        "rounds": arguments.repeats,
-        "cores": os.cpu_count(),
-        "jax": importlib.metadata.version("jax"),
-    }
-    for name, subject in SUBJECTS.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        result[name] = subject(sizes, arguments.repeats)
-    (write_json if arguments.json else write_tables)(result, sys.stdout)
-    return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
+    error, result = None, None
+    try:
+        result = run(arguments, sizes)
+    except JaxrlError as raised:
+        error, result = raised, raised.result if isinstance(raised, DoesNotHold) else None
+    if result:
+        (write_json if arguments.json else write_tables)(result, sys.stdout)
+    if error is not None:
+        print(f"jaxrl.bench: {error}", file=sys.stderr)
+    return 0 if error is None else error.exit_code
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
     sys.exit(main())

@@ -1,39 +1,94 @@
-"""The gradient kernel by each method, against one gradient pass over the same rows."""
+"""The gradient kernel by our methods and by other libraries, against one gradient pass over the same rows."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
-from jaxrl.bench.sizes import Sizes
-from jaxrl.bench.timing import Row, against, interleaved
-from jaxrl.influence.gradients import row_weights, scores
-from jaxrl.influence.kernels import METHODS, gradient_kernel
-from jaxrl.types import Rows
-
-BASELINE = "gradient pass"
-
-
-def kernel(sizes: Sizes, repeats: int) -> list[Row]:
-    """``ratio``: how many gradient passes over all N + M rows the kernel between them costs."""
-    model = sizes.model()
-    a, b = sizes.rows(sizes.kernel_rows, 1), sizes.rows(sizes.kernel_rows, 2)
-    both = jax.tree.map(lambda *x: jnp.concatenate(x), a, b)
-    cases = {BASELINE: partial(_gradient, model, both)}
-    for method in METHODS:
-        if method != "auto":  # one of the others
-            cases[method] = partial(_values, model, a, b, method)
-    return against(interleaved(cases, repeats=repeats, target=sizes.target), BASELINE, "ratio")
+import jaxrl
+from jaxrl.bench.compare import Case, compare
+from jaxrl.bench.environments import PEERS, environment, peer_python
+from jaxrl.bench.own import PASS, REFERENCE
+from jaxrl.bench.sizes import KERNEL_SIZES, KernelSize
+from jaxrl.bench.table import table
+from jaxrl.bench.timing import Row
+from jaxrl.bench.world import write_world
 
 
-@jax.jit
-def _gradient(model: Any, rows: Rows) -> Any:
-    weights = row_weights(rows)
-    return jax.grad(lambda m: jnp.sum(scores(m, rows, weights)))(model)
+@dataclass
+class Report:
+    """The models' shapes, rows by the title of their table, versions by library, and why a case is missing."""
+
+    sizes: list[Row] = field(default_factory=list)
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
 
-def _values(model: Any, a: Rows, b: Rows, method: str) -> jax.Array:
-    return gradient_kernel(model, a, b, method=method).values
+def kernel(
+    names: Sequence[str],
+    *,
+    rows: Sequence[int] = (),
+    methods: Sequence[str],
+    peers: Sequence[str] = (),
+    repeats: int,
+    response: str = "all",
+    sizes: Mapping[str, KernelSize] = KERNEL_SIZES,
+) -> Report:
+    """Benchmarks of the named sizes, with ``rows`` on either side (default: the size's own counts).
+
+    A peer's environment is made when it is missing. Raises ``JaxrlError`` when that fails, or when
+    the gradient pass itself cannot be timed; any other case that fails is left out and reported.
+    """
+    cases, report = [*_own(methods), *_peers(peers)], Report()
+    for name in names:
+        size = replace(sizes[name], response=response)
+        model = size.model()
+        report.sizes.append(_shape(name, size, sum(x.size for x in jax.tree.leaves(model))))
+        for n in rows or size.rows:
+            title = f"kernel {name} {n}x{n}"
+            print(f"{title} ...", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
+                write_world(Path(folder) / "world.npz", model, size.sides(n))
+                found = compare(cases, Path(folder) / "world.npz", (n, n), repeats=repeats)
+            report.tables[title] = table(found, PASS, REFERENCE)
+            report.failed += [f"{title}: {measured.failure}" for measured in found if measured.failure is not None]
+            for measured in found:
+                report.versions |= measured.versions
+    return report
+
+
+def _own(methods: Sequence[str]) -> list[Case]:
+    root = str(Path(jaxrl.__file__).parents[1])
+    env = environment() | {"PYTHONPATH": root}
+    return [Case(name, (sys.executable, "-m", "jaxrl.bench.own"), env) for name in (PASS, *methods)]
+
+
+def _peers(names: Sequence[str]) -> list[Case]:
+    folder = Path(__file__).parent / "peers"
+    peers = [(PEERS[name], str(peer_python(PEERS[name]))) for name in names]
+    return [
+        Case(case, (python, str(folder / peer.script)), environment(), peer=True)
+        for peer, python in peers
+        for case in peer.cases
+    ]
+
+
+def _shape(name: str, size: KernelSize, parameters: int) -> Row:
+    config = size.config()
+    return {
+        "size": name,
+        "d": config.hidden_size,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "KV heads": config.num_kv_heads,
+        "MLP": config.intermediate_size,
+        "V": config.vocab_size,
+        "T": size.width,
+        "parameters": parameters,
+    }

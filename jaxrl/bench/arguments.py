@@ -1,0 +1,71 @@
+"""The arguments of ``jaxrl bench``. Nothing heavy is imported here: the command line reads it to print its help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from jaxrl.bench import SUBJECTS
+from jaxrl.errors import nearest
+
+SIZES = ("XS", "S", "M")
+PEERS = ("torch", "nt")
+LINE = "what the kernel, shared prefill and micro-batches cost on this machine, in CPU-seconds against a baseline"
+EXAMPLE = "jaxrl bench kernel --sizes S --rows 16 --peer torch,nt"
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    subjects = (*SUBJECTS, "all")
+    p.add_argument(
+        "subject",
+        nargs="?",
+        default="all",
+        choices=subjects,
+        metavar="SUBJECT",
+        help=f"{', '.join(subjects)} (default); kernel alone takes half an hour, all is quick",
+    )
+    p.add_argument("--repeats", type=_count, default=3, metavar="N", help="rounds of timings (default 3)")
+    kernel = p.add_argument_group("kernel")
+    kernel.add_argument(
+        "--sizes", type=_names(SIZES), metavar="S,M", help=f"of {', '.join(SIZES)} (default S,M; XS under all)"
+    )
+    kernel.add_argument("--rows", type=_counts, metavar="N,N", help="rows on each side (default: by size)")
+    kernel.add_argument("--methods", type=_list, metavar="A,B", help="of our own (default reference,streamed)")
+    kernel.add_argument(
+        "--peer",
+        type=_peers,
+        metavar="A,B",
+        help=f"of {', '.join(PEERS)}, or none; each in its own environment, made when missing (default: all; none under all)",
+    )
+    kernel.add_argument(
+        "--response", choices=("all", "half"), help="response tokens of a row (default all but the first)"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _names(known: Sequence[str]):
+    def parse(text: str) -> tuple[str, ...]:
+        for name in _list(text):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{nearest(name, known)}, got {name!r}")
+        return tuple(dict.fromkeys(_list(text)))
+
+    return parse
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    return () if text == "none" else _names(PEERS)(text)

@@ -1,0 +1,102 @@
+"""The peers' own environments: a virtual environment each, made when first asked for, versions pinned.
+
+They live in ``$JAXRL_BENCH_CACHE``, or ``.cache/bench`` below the current folder. Packages come from
+wherever this machine's pip gets its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl.errors import JaxrlError
+
+STAMP = "complete"  # holds the pins; written last, so an environment without it is half-made
+WITHOUT = "jaxrl bench kernel --peer none runs without peers"
+# Not given to a peer: paths that would mix environments, flags that another XLA may refuse to start with.
+FOREIGN = ("PYTHONPATH", "PYTHONHOME", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library that computes the same kernel: pinned packages, its script, and the ways it can be called.
+
+    ``dependencies``: whether pip may add what the pins need; False where the pins are all there is.
+    """
+
+    name: str
+    script: str
+    cases: tuple[str, ...]
+    pins: tuple[str, ...]
+    dependencies: bool = True
+
+
+PEERS = {
+    "torch": Peer(
+        name="torch",
+        script="torch_func.py",
+        cases=("torch.func whole", "torch.func chunks of 4"),
+        pins=("torch==2.13.0", "numpy==2.4.6"),
+    ),
+    "nt": Peer(  # its declared dependencies include TensorFlow, which the empirical kernel does not use
+        name="nt",
+        script="tangents.py",
+        cases=("neural-tangents JACOBIAN_CONTRACTION", "neural-tangents NTK_VECTOR_PRODUCTS"),
+        pins=(
+            "neural-tangents==0.6.5",
+            "jax==0.4.23",
+            "jaxlib==0.4.23",
+            "ml-dtypes==0.5.3",
+            "numpy==1.26.4",
+            "opt-einsum==3.4.0",
+            "scipy==1.12.0",
+        ),
+        dependencies=False,
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """``$JAXRL_BENCH_CACHE``, else ``.cache/bench`` below the current folder."""
+    return Path(os.environ.get("JAXRL_BENCH_CACHE") or Path(".cache") / "bench").absolute()
+
+
+def environment() -> dict[str, str]:
+    """This process's environment variables, without those that would change another Python or another jax."""
+    return {k: v for k, v in os.environ.items() if k not in FOREIGN and not k.startswith("JAX_")}
+
+
+def peer_python(peer: Peer, root: Path | None = None) -> Path:
+    """The Python of ``peer``'s environment below ``root``; made, or made anew where it was left half-made.
+
+    Takes minutes and needs a package index the first time. Raises ``JaxrlError`` with the end of
+    pip's own words when an environment cannot be made.
+    """
+    folder = (root or cache_folder()) / peer.name
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    wanted = "".join(f"{pin}\n" for pin in peer.pins)
+    stamp = folder / STAMP
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"making the environment of peer {peer.name} in {folder} ...", file=sys.stderr, flush=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _command([sys.executable, "-m", "venv", str(folder)], peer)
+    alone = [] if peer.dependencies else ["--no-deps"]
+    _command([str(python), "-m", "pip", "install", "--quiet", *alone, *peer.pins], peer)
+    stamp.write_text(wanted)
+    return python
+
+
+def _command(words: list[str], peer: Peer) -> None:
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    if done.returncode:
+        said = "\n".join(done.stdout.strip().splitlines()[-8:])
+        raise JaxrlError(
+            f"the environment of peer {peer.name} cannot be made ({' '.join(peer.pins)}):\n{said}\n{WITHOUT}"
+        )

@@ -1,0 +1,73 @@
+"""How a benchmark's worker is driven: one JSON object a line on its output, one number a line on its input.
+
+    worker   -> {"kernel": [[...]] | null, "temp_bytes": int | null, "versions": {...}, "cpu_seconds": s}
+    command  -> how many calls to time
+    worker   -> {"cpu_seconds": of one call, "peak_rss_bytes": since the process began}
+
+The first line follows one call, compilation included, and gives what it computed. CPU-seconds are
+those of all threads of the worker. It ends when its input does. Only the standard library and numpy
+are used, so that any Python from 3.9 on runs this.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+
+import numpy as np
+
+
+def read_job():
+    """The world to compute on, as a dict of arrays and ``config``, and the case: the script's one argument.
+
+    ``{"world": file, "case": name, "memory": bytes or null}``: beyond so much memory of its own an
+    allocation fails, where this system has such a limit, instead of taking down its neighbours.
+    """
+    job = json.loads(sys.argv[1])
+    if job["memory"]:
+        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (job["memory"], job["memory"]))
+        except (OSError, ValueError):  # the system knows no such limit, or a lower one holds already
+            pass
+    with np.load(job["world"]) as file:
+        world = {name: file[name] for name in file.files}
+    return {**world, "config": json.loads(str(world["config"]))}, job["case"]
+
+
+def serve(call, versions, temp_bytes=None):
+    """Answer until the input ends. ``call()`` computes once, to the end, and returns ``[N, M]`` or None."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints belongs to the messages
+    seconds, values = _timed(call, 1)
+    kernel = None if values is None else np.asarray(values, np.float64).tolist()
+    first = {"kernel": kernel, "temp_bytes": temp_bytes, "versions": versions, "cpu_seconds": seconds}
+    _say(answers, first)
+    for line in sys.stdin:
+        seconds, _ = _timed(call, int(line))
+        _say(answers, {"cpu_seconds": seconds, "peak_rss_bytes": peak_rss_bytes()})
+
+
+def peak_rss_bytes():
+    """The most memory that this process has had resident."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _timed(call, calls):
+    values = None
+    began = time.process_time()
+    try:
+        for _ in range(calls):
+            values = None  # the last call's result is not held through the next
+            values = call()
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(f"{type(error).__name__}: {error}")  # the last thing said is what went wrong
+    return max(time.process_time() - began, 1e-9) / calls, values
+
+
+def _say(answers, message):
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
