@@ -32,6 +32,10 @@ class DoesNotHold(JaxrlError):
         self.result = result
 
 
+class OutOfMemory(DoesNotHold, MemoryError):
+    """A device had no room; the message names what fits."""
+
+
 class GateFailed(DoesNotHold):
     """A condition on the base model that must hold before any reinforcement learning."""
 

@@ -139,9 +139,7 @@ def _named(p: Any, side: Side, inputs: dict[str, Array], cotangents: dict[str, A
     return factors
 
 
-def final_norm(
-    model: Decoder, x: Float[Array, "R L d"], side: Side, ct: Float[Array, "N T d"] | None = None
-) -> Any:
+def final_norm(model: Decoder, x: Float[Array, "R L d"], side: Side, ct: Float[Array, "N T d"] | None = None) -> Any:
     """The normed states where scored tokens are predicted from; with ``ct`` also what it pulls back.
 
     Returns ``states`` or ``(cotangent of x, per-row gradient of the gain [N d])``.

@@ -89,7 +89,9 @@ class Contract:
         """Complete the products of gradients ``first + second`` when those of ``first`` alone have been added."""
         return self._add(_cross_products, sums, slot, (*first, *second), metric, None)
 
-    def _add(self, part: Any, sums: Sums, slot: Any, blocks: tuple[Array, ...], metric: Any, tensor: int | None) -> Sums:
+    def _add(
+        self, part: Any, sums: Sums, slot: Any, blocks: tuple[Array, ...], metric: Any, tensor: int | None
+    ) -> Sums:
         part = partial(part, same=self.same)
         if self.mesh is None:
             return _added(sums, slot, [x[None] for x in part(blocks, metric)])
@@ -200,7 +202,10 @@ def _exchanged(part: Any, mesh: Mesh, blocks: tuple[Array, ...], metric: Array |
     run = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(tuple(PartitionSpec(ROWS, *split) for _ in blocks), None if metric is None else PartitionSpec(cut, split[1])),
+        in_specs=(
+            tuple(PartitionSpec(ROWS, *split) for _ in blocks),
+            None if metric is None else PartitionSpec(cut, split[1]),
+        ),
         out_specs=PartitionSpec((*ROWS, "tensor")),
         check_vma=False,
     )

@@ -40,7 +40,9 @@ class Scored:
     def logits(self, weight: Float[Array, "v d"], known: Array) -> Float[Array, "N T v"]:
         """Logits of some vocabulary entries over temperature; minus infinity where not ``known``."""
         dtype = wide(self.states.dtype, weight.dtype)
-        out = jnp.einsum("ntd,vd->ntv", self.states.astype(dtype), weight.astype(dtype)) / self.temperature.astype(dtype)
+        out = jnp.einsum("ntd,vd->ntv", self.states.astype(dtype), weight.astype(dtype)) / self.temperature.astype(
+            dtype
+        )
         return jnp.where(known[None, None], out, -jnp.inf)
 
     def cotangent(self, weight: Float[Array, "v d"], ids: Int[Array, " v"], known: Array) -> Float[Array, "N T v"]:
@@ -137,7 +139,8 @@ def tied_dense(
         weight, ids, known = vocabulary(model, i * chunk, chunk)
         first = ids >= i * chunk  # ids above the vocabulary limit occur in prompts
         blocks = tuple(
-            s.gradient(s.cotangent(weight, ids, known)) + e.rows(ids[0], chunk) * first[None, :, None].astype(e.ct.dtype)
+            s.gradient(s.cotangent(weight, ids, known))
+            + e.rows(ids[0], chunk) * first[None, :, None].astype(e.ct.dtype)
             for s, e in zip(scored, embedded, strict=True)
         )
         return contract.explicit(sums, contract.slot("embed", None), blocks, _some(metric, ids), tensor=1)

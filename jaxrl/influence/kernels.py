@@ -1,126 +1,191 @@
 """The exact gradient kernel between two sets of rows (SCIENCE.md A.4, KERNEL.md 1).
 
-``K_ij = <grad phi_i, grad phi'_j>`` over all parameters, tied ones counted once. Two methods:
-
-``reference``  one gradient a row by ``vmap(grad)``, then dot products. Rows are worked through in
-               tiles, so that never more gradients exist than the memory limit allows.
-``columns``    one gradient of a row in A, then one forward-mode pass along it over all rows in B.
-               Holds a single gradient; dearer than ``reference`` unless a tile is below three rows.
+``K_ij = <grad phi_i, grad phi'_j>`` over all parameters, tied ones counted once. Several methods behind
+one function, equal to rounding: ``streamed`` for decoders of any size, the explicit ones for small
+models and for models that are not decoders (``jaxrl.influence.explicit``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxrl.errors import nearest
-from jaxrl.influence.gradients import (
-    Logps,
-    fitted,
-    leaf_names,
-    need_rows,
-    one_gradient,
-    row_gradients,
-    row_weights,
-    scores,
-)
+from jaxrl.influence import explicit, tiling
+from jaxrl.influence.cost import Choice, choose, human, working_memory
+from jaxrl.influence.explicit import Blocks, Found, Job
+from jaxrl.influence.gradients import Logps, fitted, leaf_names, need_rows, row_weights
+from jaxrl.influence.noise import NOISE_ROWS, noise_floor
+from jaxrl.mesh import to_host
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
-from jaxrl.types import Kernel, Rows, wide
+from jaxrl.models.packing import unpack
+from jaxrl.types import Kernel, Packed, Rows, is_concrete, wide
 
-METHODS = ("auto", "reference", "columns")
+METHODS = ("auto", "reference", "columns", "chunked", "streamed", "ghost")
 BLOCKS = ("total", "layer", "leaf")
-MEMORY = 2 << 30  # bytes of per-row gradients held at once
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def gradient_kernel(
     model: Any,
-    rows_a: Rows,
-    rows_b: Rows,
+    rows_a: Rows | Packed,
+    rows_b: Rows | Packed,
     *,
     normalise: str = "sum",
     weights: Array | tuple[Array | None, Array | None] | None = None,
     method: str = "auto",
     precondition: Any = None,
     blocks: str = "total",
-    memory: int = MEMORY,
+    temperature: float | tuple[float, float] = 1.0,
+    memory: int | None = None,
+    noise: int | None = None,
     logps: Logps | tuple[Logps, Logps] = token_logps,
 ) -> Kernel:
     """Gradient dot products between the scores of ``rows_a`` (N) and ``rows_b`` (M).
 
     ``normalise``: ``sum`` (sequence log-probability, nats) or ``tok`` (its mean over response
     tokens). ``weights``: per-token weights ``[N, L]`` of ``rows_a`` instead, or a pair for both
-    sides. ``precondition``: a positive diagonal D, a pytree like the parameters, for
+    sides; those of the training loss (``jaxrl.influence.batch.coefficients``) make ``sum_i K_ij`` the
+    predicted change. ``precondition``: a positive diagonal D, a pytree like the parameters, for
     ``g_i^T D g_j``; norms and cosines are then in that metric too. ``blocks``: ``layer`` or
-    ``leaf`` also returns the parts that sum to ``values``. ``memory``: bytes of per-row gradients
-    that may exist at once. ``logps(model, rows)`` scores tokens, for both sides or as a pair (a
-    temperature on one side, say). ``Kernel.method`` says which method ran.
+    ``leaf`` also returns the parts that sum to ``values``. ``temperature``: of the log-probs, for
+    both sides or as a pair.
 
-    Raises ``ValueError`` for an unknown name (with the nearest), for no rows, for rows without
-    response tokens, for a wrong ``precondition``, or when not one gradient fits into ``memory``
-    under ``reference``.
+    ``method``: ``auto`` takes the cheapest that fits, and ``Kernel.why`` says which and why.
+    ``streamed`` contracts gradients layer by layer (decoders; on the mesh that the parameters lie
+    on); ``ghost`` does so token by token for all matrices of the layers; ``reference``, ``chunked`` and
+    ``columns`` hold explicit gradients and take any pytree with ``logps(model, rows)``, for both sides
+    or as a pair. ``memory``: bytes of working memory beside the parameters, by default half of what
+    the device has left, or 2 GiB where it does not say. ``noise``: how many rows of either side are
+    computed a second time, in float32 and another way, for the noise floor (default 2; 0 in double precision).
+
+    Raises ``ValueError`` for an unknown name (with the nearest), for no rows, for rows without response
+    tokens, for parameters that are not finite, for a wrong ``precondition``, or when ``memory`` is too
+    small; ``OutOfMemory`` when the device is.
     """
     for name, value, known in (("method", method, METHODS), ("blocks", blocks, BLOCKS)):
         if value not in known:
             raise ValueError(f"{name}: {nearest(value, known)}, got {value!r}")
-    need_rows(rows_a, "rows_a", model, responses=True)
-    need_rows(rows_b, "rows_b", model, responses=True)
+    need_finite(model)
+    given = (rows_a, rows_b)
+    rows = tuple(unpack(r) if isinstance(r, Packed) else r for r in given)
+    need_rows(rows[0], "rows_a", model, responses=True)
+    need_rows(rows[1], "rows_b", model, responses=True)
     pair = weights if isinstance(weights, tuple) else (weights, None)
+    heat = temperature if isinstance(temperature, tuple) else (temperature, temperature)
     scorers = logps if isinstance(logps, tuple) else (logps, logps)
+    plain = scorers == (token_logps, token_logps)
+    if not plain and heat != (1.0, 1.0):
+        raise ValueError(f"temperature: {heat} has no meaning beside `logps`; let that function apply it")
+    weighed = tuple(row_weights(r, normalise, w) for r, w in zip(rows, pair, strict=True))
+    same = rows_a is rows_b and pair[0] is pair[1] and scorers[0] is scorers[1] and heat[0] == heat[1]
     size = sum(x.size for x in jax.tree.leaves(model))
     dtype = wide(*(x.dtype for x in jax.tree.leaves(model)))
-    job = _Job(
+    memory = working_memory(memory)
+    job = Job(
         model=model,
-        sides=tuple((rows, row_weights(rows, normalise, w)) for rows, w in zip((rows_a, rows_b), pair, strict=True)),
-        logps=scorers,
+        sides=tuple(zip(rows, weighed, strict=True)),
+        logps=tuple(at_temperature(t) for t in heat) if plain else scorers,
         diagonal=None if precondition is None else _checked_diagonal(model, precondition),
         blocks=_block_index(model, blocks),
         fits=memory // (size * dtype.itemsize),
-        same=rows_a is rows_b and pair[0] is pair[1] and scorers[0] is scorers[1],
+        same=same,
     )
+    decoder = isinstance(model, Decoder)
+    choice = Choice(method, "asked for")
     if method == "auto":
-        method = "reference" if job.fits >= min(3, sum(job.size)) else "columns"
-    parts, norms = (_reference if method == "reference" else _columns)(job)
-    named = {name: jnp.asarray(part, dtype) for name, part in zip(job.blocks[0], parts, strict=True)}
+        choice = choose(size, dtype.itemsize, sum(job.size), memory, decoder=decoder, plain=plain)
+    parts, norms, how = _computed(job, choice, given, heat, memory, decoder and plain)
+    if noise is None:
+        noise = 0 if dtype == jnp.float64 else NOISE_ROWS
     held = [f"weights of rows_{side}" for side, w in zip("ab", pair, strict=True) if w is not None]
     return Kernel(
         values=jnp.asarray(parts.sum(axis=0), dtype),
-        method=method,
+        method=choice.method,
         dtype=dtype.name,
         normalise="weights" if held else normalise,
         sq_norms_a=jnp.asarray(norms[0], dtype),
         sq_norms_b=jnp.asarray(norms[1], dtype),
-        blocks=None if blocks == "total" else named,
+        blocks=None if blocks == "total" else _named(job.blocks[0], parts, dtype),
+        noise=noise_floor(job, choice.method, parts.sum(axis=0), norms, noise) if noise else None,
         held_fixed=tuple(held if precondition is None else [*held, "precondition"]),
+        compute=model.config.dtype if decoder else dtype.name,
+        why="; ".join(x for x in (choice.why, how) if x),
     )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One kernel to compute: both sides as (rows, weights), and how many gradients may exist at once."""
-
-    model: Any
-    sides: tuple[tuple[Rows, Array], ...]
-    logps: tuple[Logps, Logps]
-    diagonal: Any
-    blocks: Blocks
-    fits: int
-    same: bool
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.sides[0][0].start.shape[0], self.sides[1][0].start.shape[0]
+def compiled_kernel(model: Decoder, rows_a: Rows, rows_b: Rows, *, memory: int | None = None) -> Any:
+    """The streamed method's program for these rows, as ``jax.stages.Compiled``: memory and operations, nothing run."""
+    sides = tuple((to_host(rows), row_weights(rows), 1.0) for rows in (rows_a, rows_b))
+    job = tiling.Streaming(model, sides, None, _block_index(model, "total"), working_memory(memory))
+    return tiling.stream.lower(*tiling.arguments(job, job.sides)).compile()
 
 
-# The names of the blocks, and for every leaf the block it adds to: one index, or one a layer.
-Blocks = tuple[tuple[str, ...], tuple[int | tuple[int, ...], ...]]
+def _computed(
+    job: Job, choice: Choice, given: tuple[Any, Any], heat: tuple[float, float], memory: int, streams: bool
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], str]:
+    """Blocks, squared norms, and what the method has to say of how it went about it."""
+    if choice.method not in ("streamed", "ghost"):
+        found: Found = {"reference": explicit.reference, "chunked": explicit.chunked, "columns": explicit.columns}[
+            choice.method
+        ](job)
+        return *found, ""
+    if not streams:
+        raise ValueError(
+            f"method {choice.method!r} takes a Decoder scored by token_logps; for other models use 'auto', "
+            "'reference', 'chunked' or 'columns'"
+        )
+    if choice.method == "ghost" and job.diagonal is not None:
+        raise ValueError("method 'ghost' forms no gradients, so a diagonal `precondition` has no place; use 'streamed'")
+    sides = tuple((to_host(r), to_host(w), t) for r, (_, w), t in zip(given, job.sides, heat, strict=True))
+    streaming = tiling.Streaming(
+        job.model, sides[: 1 if job.same else 2], job.diagonal, job.blocks, memory,
+        ghost=True if choice.method == "ghost" else None,
+    )  # fmt: skip
+    return *tiling.streamed(streaming), _how(streaming)
+
+
+def _how(job: tiling.Streaming) -> str:
+    """Tiles, matrices taken token by token, and the mesh, where there is something to say."""
+    said, (n, m), (a, b) = [], job.size, tiling.tile_sizes(job)
+    contract = job.contract()
+    if (a, b) != (n, m):
+        said.append(f"tiles of {a} x {b} rows within {human(job.memory)}")
+    if contract.ghost:
+        said.append(f"token by token for {', '.join(sorted(contract.ghost))}")
+    if contract.mesh is not None:
+        said.append("on a mesh of " + " x ".join(f"{name}={size}" for name, size in contract.mesh.shape.items()))
+    return "; ".join(said)
+
+
+@cache
+def at_temperature(temperature: float) -> Logps:
+    """``token_logps`` at a temperature: one function a value, so that compiled programs are found again."""
+    return token_logps if temperature == 1.0 else partial(token_logps, temperature=temperature)
+
+
+def need_finite(model: Any) -> None:
+    """``ValueError`` naming the first parameter that holds NaN or infinity."""
+    if not is_concrete(model):
+        return
+    finite = np.asarray(to_host(_finite(jax.tree.leaves(model))))
+    if not finite.all():
+        bad = [name for name, ok in zip(leaf_names(model), finite, strict=True) if not ok]
+        raise ValueError(f"model: {bad[0]} holds NaN or infinity ({len(bad)} of {len(finite)} parameters do)")
+
+
+@jax.jit
+def _finite(leaves: list[Array]) -> Array:
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
+
+
+def _named(names: tuple[str, ...], parts: np.ndarray, dtype: Any) -> dict[str, Array]:
+    return {name: jnp.asarray(part, dtype) for name, part in zip(names, parts, strict=True)}
 
 
 def _block_index(model: Any, blocks: str) -> Blocks:
@@ -133,127 +198,6 @@ def _block_index(model: Any, blocks: str) -> Blocks:
         else:
             index.append(names.setdefault("total" if blocks == "total" else leaf, len(names)))
     return tuple(names), tuple(index)
-
-
-Found = tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]  # [blocks, N, M] and the squared norms of both sides
-
-
-def _reference(job: _Job) -> Found:
-    """Tiles of explicit gradients: ``tile_a + tile_b`` of them exist at once."""
-    n, m = job.size
-    if job.fits < 2:
-        raise ValueError("method 'reference': two gradients exceed `memory`; raise it, or use method='columns'")
-    tile_b = m if n + m <= job.fits else max(1, min(m, job.fits // 4))
-    tile_a = min(n, job.fits - tile_b)
-    names, index = job.blocks
-    out, norms = np.zeros((len(names), n, m)), (np.zeros(n), np.zeros(m))
-    for a, grads_a in _tiles(job, 0, tile_a):
-        norms[0][a] = _sq_norms(grads_a, job.diagonal)[: a.stop - a.start]
-        once = job.same and tile_a == n
-        for b, grads_b in [(slice(0, m), grads_a)] if once else _tiles(job, 1, tile_b):
-            gram = np.asarray(_gram(grads_a, grads_b, job.diagonal, index, len(names)))
-            out[:, a, b] = gram[:, : a.stop - a.start, : b.stop - b.start]
-            norms[1][b] = _sq_norms(grads_b, job.diagonal)[: b.stop - b.start]
-            del grads_b  # before the next tile is computed
-        del grads_a
-    return out, norms
-
-
-def _columns(job: _Job) -> Found:
-    """One row of A at a time: its gradient, then a forward-mode pass over B for every block."""
-    (rows_a, weights_a), (rows_b, weights_b) = job.sides
-    n, m = job.size
-    names, index = job.blocks
-    out, norms = np.zeros((len(names), n, m)), (np.zeros(n), np.zeros(m))
-    for i in range(n):
-        out[:, i], norms[0][i] = _column(
-            job.model, rows_a[i], weights_a[i], rows_b, weights_b, job.diagonal, index, len(names), job.logps
-        )
-    for j in range(m):
-        norms[1][j] = (
-            norms[0][j] if job.same else _row_sq_norm(job.model, rows_b[j], weights_b[j], job.diagonal, job.logps[1])
-        )
-    return out, norms
-
-
-def _tiles(job: _Job, side: int, size: int) -> Iterator[tuple[slice, Any]]:
-    """Slices of one side's rows with their gradients; the last tile is filled up with the last row."""
-    (rows, weights), n = job.sides[side], job.size[side]
-    for low in range(0, n, size):
-        index = np.minimum(np.arange(low, low + size), n - 1)
-        yield slice(low, min(low + size, n)), _gradients(job.model, rows[index], weights[index], job.logps[side])
-
-
-@partial(jax.jit, static_argnames=("logps",))
-def _gradients(model: Any, rows: Rows, weights: Array, logps: Logps) -> Any:
-    return row_gradients(model, rows, weights, logps)
-
-
-@partial(jax.jit, static_argnames=("index", "count"))
-def _gram(a: Any, b: Any, diagonal: Any, index: tuple, count: int) -> Float[Array, "K N M"]:
-    """Dot products of every pair, added up block by block; accumulated in at least float32."""
-    a = a if diagonal is None else jax.tree.map(lambda x, d: x * d[None], a, diagonal)
-    leaves = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), index, strict=True))
-    n, m, dtype = leaves[0][0].shape[0], leaves[0][1].shape[0], wide(*(x.dtype for x, _, _ in leaves))
-    out = jnp.zeros((count, n, m), dtype)
-    for x, y, block in leaves:
-        x, y = x.astype(dtype), y.astype(dtype)
-        if isinstance(block, int):
-            part = jnp.matmul(x.reshape(n, -1), y.reshape(m, -1).T, precision=HIGHEST)
-            out = out.at[block].add(part)
-        else:
-            x, y = x.reshape(n, len(block), -1), y.reshape(m, len(block), -1)
-            out = out.at[np.array(block)].add(jnp.einsum("ndp,mdp->dnm", x, y, precision=HIGHEST))
-    return out
-
-
-@partial(jax.jit, static_argnames=("index", "count", "logps"))
-def _column(
-    model: Any,
-    row: Rows,
-    weight: Array,
-    rows_b: Rows,
-    weights_b: Array,
-    diagonal: Any,
-    index: tuple,
-    count: int,
-    logps: tuple[Logps, Logps],
-) -> tuple[Float[Array, "K M"], Float[Array, ""]]:
-    gradient = one_gradient(model, row, weight, logps=logps[0])
-    tangent = gradient if diagonal is None else jax.tree.map(jnp.multiply, gradient, diagonal)
-
-    def along(block: Array) -> Array:
-        leaves = [_only(x, ids, block) for x, ids in zip(jax.tree.leaves(tangent), index, strict=True)]
-        part = jax.tree.unflatten(jax.tree.structure(model), leaves)
-        return jax.jvp(lambda q: scores(q, rows_b, weights_b, logps[1]), (model,), (part,))[1]
-
-    return jax.lax.map(along, jnp.arange(count)), _dot(gradient, tangent)
-
-
-def _only(leaf: Array, ids: int | tuple[int, ...], block: Array) -> Array:
-    """``leaf`` where it belongs to ``block``, 0 elsewhere."""
-    keep = jnp.asarray(ids) == block
-    return leaf * keep.astype(leaf.dtype).reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim))
-
-
-def _dot(a: Any, b: Any) -> Float[Array, ""]:
-    dtype = wide(*(x.dtype for x in jax.tree.leaves(a)))
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return sum((jnp.sum(x.astype(dtype) * y.astype(dtype)) for x, y in pairs), jnp.zeros((), dtype))
-
-
-@jax.jit
-def _sq_norms(gradients: Any, diagonal: Any) -> Float[Array, " N"]:
-    def one(g: Any) -> Array:
-        return _dot(g, g if diagonal is None else jax.tree.map(jnp.multiply, g, diagonal))
-
-    return jax.vmap(one)(gradients)
-
-
-@partial(jax.jit, static_argnames=("logps",))
-def _row_sq_norm(model: Any, row: Rows, weight: Array, diagonal: Any, logps: Logps) -> Float[Array, ""]:
-    g = one_gradient(model, row, weight, logps=logps)
-    return _dot(g, g if diagonal is None else jax.tree.map(jnp.multiply, g, diagonal))
 
 
 def _checked_diagonal(model: Any, precondition: Any) -> Any:
