@@ -45,6 +45,7 @@ RANGES: dict[str, Range] = {
     "rows": COUNT,
     "ProbeSpec.every": COUNT,
     "InfluenceSpec.every": CADENCE,
+    "sketch": Range(0, 10**7),
     "EvalSpec.every": CADENCE,
     "CheckpointSpec.every": COUNT,
     "keep_last": COUNT,

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from influence_world import along, gradient_matrix, small_model, some_rows
+from train_world import arrays, experiment, use_devices
 
+import jaxrl
 from jaxrl.influence.gradients import leaf_names, row_weights
 from jaxrl.influence.sketch import (
     Sketch,
@@ -18,7 +20,10 @@ from jaxrl.influence.sketch import (
     sketch_gradients,
     sketch_kernel,
 )
-from jaxrl.types import Rows
+from jaxrl.train.arrays import ArrayStore
+from jaxrl.train.experiment import InfluenceSpec
+from jaxrl.train.sketches import load_sketch, step_sketches, store_sketches
+from jaxrl.types import Batch, Rows
 
 pytestmark = [pytest.mark.x64, pytest.mark.usefixtures("x64")]
 SEEDS = 2000
@@ -173,6 +178,42 @@ def test_low_precision_gradients_are_added_in_single_precision():
     assert_close(sketch_block(block, leaf_seed=1, size=2), exact, 1e-6)
 
 
+def test_a_step_stores_the_sketches_of_its_trained_rows_and_of_the_probe(world, tmp_path):
+    model, rows, _ = world
+    trained = jnp.asarray([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])[:, None] * row_weights(rows)
+    batch = Batch(rows=rows, advantage=trained, old_logps=trained, weight=trained)
+    whole = gradient_sketch(model, rows, size=128)
+    store_sketches(ArrayStore(tmp_path / "arrays.zarr"), step_sketches(model, batch, rows, rows=6, size=128), 20)
+    found, chosen = load_sketch(tmp_path, 20)
+    assert chosen == [1, 3, 4]
+    assert_close(found.values, whole.values[np.array(chosen)])
+    found, chosen = load_sketch(tmp_path, 20, "probe_sketch")
+    assert chosen == list(range(6))
+    assert_close(sketch_kernel(found, whole)[2], sketch_kernel(whole, whole)[2])
+    nothing = dataclasses.replace(batch, weight=0 * trained)
+    assert list(step_sketches(model, nothing, rows, rows=6, size=128)) == ["probe_sketch"]
+    with pytest.raises(FileNotFoundError, match=r"no sketch of step 21; steps that have one: \[20\]"):
+        load_sketch(tmp_path, 21)
+
+
+@pytest.mark.slow
+def test_training_keeps_sketches_that_agree_with_its_exact_kernels(tmp_path, monkeypatch):
+    use_devices(monkeypatch, 1)
+    with jax.enable_x64(False):
+        x = experiment(influence=InfluenceSpec(every=3, rows=8, sketch=512), steps=4)
+        run = jaxrl.train(x, out=tmp_path / "run", quiet=True)
+    inside = []
+    for step in (0, 3):
+        exact = arrays(run)[f"kernel/{step}"]
+        (mine, _), (probes, _) = load_sketch(run, step), load_sketch(run, step, "probe_sketch")
+        assert mine.values.shape == (len(exact), 512)
+        _, low, high = sketch_kernel(mine, probes)
+        inside.append((low <= exact) & (exact <= high))
+    assert np.mean(inside) > 0.85
+    _, low, _ = sketch_kernel(*(load_sketch(run, step, "probe_sketch")[0] for step in (0, 3)))
+    assert np.all(np.diag(low) > 0)  # three steps later a probe is still like itself
+
+
 @pytest.mark.parametrize(("field", "value"), [("seed", 1), ("normalise", "tok"), ("parameters", 9)])
 def test_sketches_of_different_hashes_are_not_combined(world, field, value):
     one = Sketch(np.ones((2, 4)), np.ones(2), seed=0, normalise="sum", parameters=8)
@@ -184,8 +225,8 @@ def test_sketches_of_different_hashes_are_not_combined(world, field, value):
 
 def test_what_does_not_fit_is_named(world):
     model, rows, _ = world
-    with pytest.raises(ValueError, match="size: expected at least 2 numbers"):
-        gradient_sketch(model, rows, size=1)
+    with pytest.raises(ValueError, match="size: expected at least 1 number"):
+        gradient_sketch(model, rows, size=0)
     with pytest.raises(ValueError, match="rows: there are no rows"):
         gradient_sketch(model, rows[:0], size=8)
     with pytest.raises(ValueError, match="rows: row 1 has no response token"):

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl.influence.gradients import Logps, leaf_names, need_rows, row_gradients, row_weights
+from jaxrl.mesh import to_host
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows, container, wide
 
@@ -102,7 +103,7 @@ def gradient_sketch(
     """Sketches of the gradients of ``rows``, ``size`` numbers each in at least float32.
 
     ``memory`` bounds the bytes of gradients that exist at once, of one row at least; the other arguments are those of
-    ``gradient_kernel``. Raises ``ValueError`` when there are no rows, one has no response, or ``size`` is below 2.
+    ``gradient_kernel``. Raises ``ValueError`` when there are no rows, one has no response, or ``size`` is below 1.
     """
     need_rows(rows, "rows", model, responses=True)
     _check_size(size)
@@ -113,8 +114,8 @@ def gradient_sketch(
     found = []
     for low in range(0, n, tile):
         index = np.minimum(np.arange(low, low + tile), n - 1)  # one program: the last tile is filled up with a row
-        found.append(_tile(model, rows[index], weight[index], size, seed, logps))
-    values, norms = (jnp.concatenate(x)[:n] for x in zip(*found, strict=True))
+        found.append(to_host(_tile(model, rows[index], weight[index], size, seed, logps)))
+    values, norms = (np.concatenate(x)[:n] for x in zip(*found, strict=True))
     return Sketch(values, norms, seed, normalise if weights is None else "weights", parameters)
 
 
@@ -220,5 +221,5 @@ def _uint32(x: int | np.uint32 | Array) -> UInt32[Array, "*r"]:
 
 
 def _check_size(size: int) -> None:
-    if not 2 <= size < 2**31:
-        raise ValueError(f"size: expected at least 2 numbers a row (intervals narrow as one over its root), got {size}")
+    if not 1 <= size < 2**31:
+        raise ValueError(f"size: expected at least 1 number a row (intervals narrow as one over its root), got {size}")

@@ -106,13 +106,15 @@ class ProbeSpec:
 class InfluenceSpec:
     """The exact gradient kernel beside training, of batch and probe: ``rows`` rows of each every ``every`` steps (0: never).
 
-    ``layers`` also stores the part of every layer, which costs next to nothing except under ``columns``.
+    ``layers`` also stores the part of every layer, which costs next to nothing except under ``columns``. ``sketch``
+    numbers a row are kept of the rows' gradients (0: none), from which kernels across steps can be estimated later.
     """
 
     every: int = 20
     rows: int = 32
     method: Literal["auto", "reference", "columns", "chunked", "streamed", "ghost"] = "auto"
     layers: bool = True
+    sketch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from jaxrl.train.collect import Collector, in_passes, score_rows
 from jaxrl.train.experiment import Experiment
 from jaxrl.train.kernels import StepKernels, step_kernels, store_step
 from jaxrl.train.setup import Setup
+from jaxrl.train.sketches import StepSketches, step_sketches, store_sketches
 from jaxrl.types import Batch, Probe, Rows, Term, TrainState
 
 Finish = Callable[[Any], dict[str, Any]]
@@ -124,6 +125,7 @@ class Observer:
         self.current: Float[Array, "M L"] | None = None
         self.kept_model: Decoder | None = None
         self.kernels: StepKernels | None = None
+        self.sketches: StepSketches = {}
         m = len(self.base_logps)
         arrays.require("probe_logp_sum", (experiment.steps + 1, m), "f4")
         arrays.put("probe_length", np.asarray(self.rows.response_length(), np.int32))
@@ -147,6 +149,15 @@ class Observer:
                 method=spec.method,
                 blocks="layer" if spec.layers else "total",
             )
+            if spec.sketch:
+                self.sketches = step_sketches(
+                    state.model,
+                    view.batch,
+                    self.rows,
+                    rows=spec.rows,
+                    size=spec.sketch,
+                    temperature=view.temperature,
+                )
 
     def after(self, step: int, state: TrainState, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
         """Lines to write once their device values have arrived: ``(kind, device values, finish)``.
@@ -164,8 +175,8 @@ class Observer:
             direction = _difference(state.model, self.kept_model)
             predicted = predicted_change(self.kept_model, direction, self.rows, chunk=self.at_once)
             values = {"before": before, "after": after, "predicted": predicted}
-            lines.append(("influence", values, partial(self._influence_line, step, self.kernels)))
-            self.kept_model, self.kernels = None, None
+            lines.append(("influence", values, partial(self._influence_line, step, self.kernels, self.sketches)))
+            self.kept_model, self.kernels, self.sketches = None, None, {}
         return lines
 
     def observes(self, step: int) -> bool:
@@ -194,12 +205,15 @@ class Observer:
             clip=self.clip_range,
         )
 
-    def _influence_line(self, step: int, kernels: StepKernels, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _influence_line(
+        self, step: int, kernels: StepKernels, sketches: StepSketches, values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """First-order prediction against measurement (C10), and the structure of the probe's kernel (A.4)."""
         before, after = np.asarray(values["before"]).sum(-1), np.asarray(values["after"]).sum(-1)
         predicted = np.asarray(values["predicted"])
         self.arrays.put(f"predicted/{step}", predicted)
         store_step(self.arrays, kernels, f"/{step}")
+        store_sketches(self.arrays, sketches, step)
         measured = after.astype(np.float64) - before.astype(np.float64)
         shape = structure(np.asarray(kernels.probe.values), uid=np.asarray(self.probe.uid)[kernels.probe_rows])
         line = {f"kernel/{name}": value for name, value in shape.items() if not np.isnan(value)}
