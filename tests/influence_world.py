@@ -17,10 +17,11 @@ VOCAB = 12
 
 def small_model(seed: int = 0, dtype: str = "float64", **changes) -> Decoder:
     """About 4,000 parameters; weights large enough that its predictions are far from uniform."""
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
-        init_std=0.25, **changes,
-    )  # fmt: skip
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 8, "init_std": 0.25,
+    }  # fmt: skip
+    config = ModelConfig(**(shape | changes))
     return _init(config, jax.random.key(seed), dtype)
 
 

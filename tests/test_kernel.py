@@ -1,15 +1,17 @@
 """The gradient kernel: two methods and finite differences agree, blocks add up, memory is bounded."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from influence_world import along, flat, gradient_matrix, row_scores, small_model, some_rows
 
-from jaxrl.influence import kernels
+from jaxrl.influence import explicit
 from jaxrl.influence.gradients import one_gradient, predicted_change, row_gradients, row_weights, second_order
 from jaxrl.influence.kernels import gradient_kernel
-from jaxrl.models.decoder import with_config
+from jaxrl.models.decoder import cast, init_model, with_config
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows
 
@@ -97,8 +99,26 @@ def test_methods_agree_on_every_kind_of_parameter():
     kinds = {"tied": False, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "remat": "full"}
     model, a, b = small_model(**kinds), some_rows(6), some_rows(6, seed=1)
     expected = dense(model, a, b)
-    for method in ("reference", "columns"):
+    for method in ("reference", "columns", "streamed"):
         assert_close(gradient_kernel(model, a, b, method=method).values, expected)
+
+
+def test_parameters_that_are_not_finite_are_named(world):
+    model, a, b, _ = world
+    broken = jax.tree.map(lambda x: x, model)
+    broken.layers.up[...] = model.layers.up[...].at[0, 0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"model: layers.up holds NaN or infinity \(1 of 11"):
+        gradient_kernel(broken, a, b)
+
+
+def test_a_streamed_method_refuses_what_it_cannot_stream(world):
+    model, a, b, _ = world
+    with pytest.raises(ValueError, match="method 'streamed' takes a Decoder scored by token_logps"):
+        gradient_kernel(model, a, b, method="streamed", logps=lambda m, r: token_logps(m, r))
+    with pytest.raises(ValueError, match=r"temperature: .* beside `logps`"):
+        gradient_kernel(model, a, b, temperature=0.5, logps=lambda m, r: token_logps(m, r))
+    with pytest.raises(ValueError, match="'ghost' forms no gradients"):
+        gradient_kernel(model, a, b, method="ghost", precondition=jax.tree.map(jnp.ones_like, model))
 
 
 @pytest.mark.parametrize("method", ["reference", "columns"])
@@ -142,7 +162,7 @@ def test_tiles_of_any_size_give_the_same_kernel_and_never_hold_more_gradients_th
     model, a, b, expected = world
     leaf = model.layers.down[...].shape
     most = 0
-    original = kernels._gram
+    original = explicit._gram
 
     def spy(*args):
         nonlocal most
@@ -150,18 +170,40 @@ def test_tiles_of_any_size_give_the_same_kernel_and_never_hold_more_gradients_th
         most = max(most, sum(held.values()))
         return original(*args)
 
-    monkeypatch.setattr(kernels, "_gram", spy)
-    kernel = gradient_kernel(model, a, b, method="reference", memory=fits * gradient_bytes(model))
+    monkeypatch.setattr(explicit, "_gram", spy)
+    kernel = gradient_kernel(model, a, b, method="chunked", memory=fits * gradient_bytes(model))
     assert_close(kernel.values, expected)
     assert_close(kernel.sq_norms_b, np.diag(dense(model, b, b)))
     assert 0 < most <= fits
 
 
-def test_auto_takes_columns_when_fewer_than_three_gradients_fit(world):
+def test_auto_says_what_it_took_and_why(world):
+    """Explicit gradients while they are small; layers streamed for a decoder; tiles or columns for any other model."""
     model, a, b, expected = world
-    kernel = gradient_kernel(model, a, b, memory=2 * gradient_bytes(model))
-    assert kernel.method == "columns"
-    assert_close(kernel.values, expected)
+    size = gradient_bytes(model)
+
+    def other(model, rows):
+        return token_logps(model, rows)
+
+    cases = (
+        ("reference", {}, "small enough"),
+        ("streamed", {"memory": 1 << 30, "model": wide_vocabulary()}, "layer by layer"),
+        ("chunked", {"memory": 6 * size, "logps": other}, "given by `logps`"),
+        ("columns", {"memory": 2 * size, "logps": other}, "fewer than 3 gradients"),
+    )
+    for method, options, reason in cases:
+        options = dict(options)
+        kernel = gradient_kernel(options.pop("model", model), a, b, **options)
+        assert kernel.method == method
+        assert reason in kernel.why
+        if method != "streamed":
+            assert_close(kernel.values, expected)
+
+
+def wide_vocabulary():
+    """A model whose gradients of 12 rows take more than the explicit limit."""
+    config = dataclasses.replace(small_model().config, vocab_size=50_000)
+    return jax.jit(lambda key: cast(init_model(config, key), "float64"))(jax.random.key(0))
 
 
 def test_single_precision_agrees_with_double_to_its_rounding(world):
@@ -270,8 +312,13 @@ def test_a_direction_or_metric_that_does_not_fit_is_named_by_its_leaf(world):
         gradient_kernel(model, a, b, precondition=model)
     with pytest.raises(ValueError, match="weights: expected one a token"):
         gradient_kernel(model, a, b, weights=jnp.ones(6))
-    with pytest.raises(ValueError, match="two gradients exceed `memory`"):
-        gradient_kernel(model, a, b, method="reference", memory=100)
+    for method, match in (
+        ("reference", r"6 \+ 6 gradients exceed `memory`"),
+        ("chunked", "two gradients exceed `memory`"),
+        ("streamed", "memory: 100 B hold 0 rows of 8 tokens"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            gradient_kernel(model, a, b, method=method, memory=100)
 
 
 def test_the_kernel_ignores_padding_and_what_stands_in_it(world):

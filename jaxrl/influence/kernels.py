@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxrl.errors import nearest
 from jaxrl.influence import explicit, tiling
-from jaxrl.influence.cost import Choice, choose, human, working_memory
+from jaxrl.influence.cost import BLOCK, Choice, choose, human, working_memory
 from jaxrl.influence.explicit import Blocks, Found, Job
 from jaxrl.influence.gradients import Logps, fitted, leaf_names, need_rows, row_weights
 from jaxrl.influence.noise import NOISE_ROWS, noise_floor
@@ -119,10 +119,12 @@ def gradient_kernel(
     )
 
 
-def compiled_kernel(model: Decoder, rows_a: Rows, rows_b: Rows, *, memory: int | None = None) -> Any:
+def compiled_kernel(
+    model: Decoder, rows_a: Rows, rows_b: Rows, *, memory: int | None = None, block: int = BLOCK
+) -> Any:
     """The streamed method's program for these rows, as ``jax.stages.Compiled``: memory and operations, nothing run."""
     sides = tuple((to_host(rows), row_weights(rows), 1.0) for rows in (rows_a, rows_b))
-    job = tiling.Streaming(model, sides, None, _block_index(model, "total"), working_memory(memory))
+    job = tiling.Streaming(model, sides, None, _block_index(model, "total"), working_memory(memory), block=block)
     return tiling.stream.lower(*tiling.arguments(job, job.sides)).compile()
 
 
