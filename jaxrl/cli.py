@@ -162,7 +162,7 @@ def _kernel(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--step", type=index, metavar="S", help="checkpoint of a run: its batch and probe (default: the last)"
     )
-    p.add_argument("--method", default="auto", help="auto (default) or how to compute it; see `gradient_kernel`")
+    p.add_argument("--method", default="auto", help="auto (default), streamed, ghost, chunked, reference or columns")
     p.add_argument("--layers", action="store_true", help="also the part of every layer")
     p.add_argument("--normalise", choices=("sum", "tok"), default="sum", help="sum over response tokens, or their mean")
     p.add_argument("--limit", type=count, metavar="N", help="rows of each side (default: all; of a run influence.rows)")

@@ -130,7 +130,10 @@ def test_gradients_are_compared_on_influence_steps_alone(runs):
     for line in lines(runs("grpo"), "influence"):  # one step of this size is nearly linear
         assert 0.5 < line["influence/median_ratio"] < 2
         assert line["influence/sign_agreement"] > 0.8
-    assert arrays(runs("grpo"))["kernel/3"].shape == (4, 4)
+    stored = arrays(runs("grpo"))
+    assert stored["kernel/3"].shape == stored["probe_kernel/3"].shape == (4, 4)
+    assert stored["weights/3"].shape == (4,)
+    np.testing.assert_allclose(stored["layers/3"].sum(0), stored["kernel/3"], rtol=1e-4, atol=1e-3)
 
 
 def test_evaluation_comes_when_asked_and_at_the_end(runs):

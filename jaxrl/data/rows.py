@@ -13,6 +13,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,7 @@ def read_rows(
         return made[0]
 
     pairs, labels, cut = [], {name: [] for name in LABELS}, 0
-    for where, row in jsonl_rows(path):
-        if limit is not None and len(pairs) == limit:
-            break
+    for where, row in islice(jsonl_rows(path), limit):
         prompt, response = (_ids(where, row, name, known, vocab_size) for name in TEXTS)
         cut += max_tokens is not None and len(prompt) + len(response) > max_tokens
         pairs.append(_fitted(where, prompt, response, context, max_tokens))

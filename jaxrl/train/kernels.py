@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,10 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl.influence.batch import coefficients
-from jaxrl.influence.gradients import Logps
-from jaxrl.influence.kernels import gradient_kernel
+from jaxrl.influence.kernels import at_temperature, gradient_kernel
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.logps import token_logps
 from jaxrl.rl.losses import TokenLoss
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.types import Batch, Kernel, Rows, Term
@@ -58,8 +55,7 @@ def step_kernels(
     if len(chosen):
         slots = np.resize(chosen, min(rows, len(term.batch.weight)))
         part = Term(jax.tree.map(lambda x: x[slots], term.batch), term.loss)
-        heat = {} if temperature == 1 else {"temperature": (temperature, 1.0)}
-        cross = gradient_kernel(model, part.batch.rows, probes, **heat, **options)
+        cross = gradient_kernel(model, part.batch.rows, probes, temperature=(temperature, 1.0), **options)
         if options.get("normalise", "sum") == "sum":
             weights, uneven = policy_weights(model, part, temperature)
             weights = None if weights is None else weights[: len(chosen)]
@@ -74,15 +70,9 @@ def policy_weights(model: Decoder, term: Term, temperature: float) -> tuple[Floa
     """
     if type(term.loss).__call__ is TokenLoss.__call__:
         return None, 0.0
-    found = coefficients(model, term, logps=scorer(temperature))
+    found = coefficients(model, term, logps=at_temperature(temperature))
     mask = np.asarray(term.batch.rows.mask()) & (found.row != 0)[:, None]
     return found.row, float(np.abs(np.asarray(found.token, np.float64)[mask] - 1).max(initial=0))
-
-
-@cache
-def scorer(temperature: float) -> Logps:
-    """``token_logps`` at a temperature: one object a temperature, because it is static where it is compiled."""
-    return token_logps if temperature == 1 else partial(token_logps, temperature=temperature)
 
 
 def trained_rows(batch: Batch) -> Int[np.ndarray, " n"]:
