@@ -60,11 +60,15 @@ def _reference(model: Decoder, sides: Sides) -> tuple[Call, int | None]:
     return lambda: np.asarray(program(model, *sides)), _temp_bytes(program)
 
 
-def _method(name: str, model: Decoder, sides: Sides) -> tuple[Call, int | None]:
-    """``gradient_kernel`` by one of its methods."""
+def _streamed(model: Decoder, sides: Sides) -> tuple[Call, int | None]:
+    return _method("streamed", model, sides)[0], _temp_bytes(kernels.compiled_kernel(model, *sides))
+
+
+def _method(name: str, model: Decoder, sides: Sides) -> tuple[Call, None]:
+    """``gradient_kernel`` by one of its methods, all of the call: checks and squared norms too, no second computation."""
 
     def call() -> np.ndarray:
-        return np.asarray(kernels.gradient_kernel(model, *sides, method=name).values)
+        return np.asarray(kernels.gradient_kernel(model, *sides, method=name, noise=0).values)
 
     return call, None
 
@@ -75,7 +79,11 @@ def _temp_bytes(program: jax.stages.Compiled) -> int | None:
     return None if analysis is None else analysis.temp_size_in_bytes
 
 
-CASES: dict[str, Callable[[Decoder, Sides], tuple[Call, int | None]]] = {PASS: _pass, REFERENCE: _reference}
+CASES: dict[str, Callable[[Decoder, Sides], tuple[Call, int | None]]] = {
+    PASS: _pass,
+    REFERENCE: _reference,
+    "streamed": _streamed,
+}
 
 
 def main() -> None:
