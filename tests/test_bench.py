@@ -1,6 +1,7 @@
 """The benchmarks run, compare what they say they compare, and print numbers. No timing is asserted."""
 
 import argparse
+import importlib
 import io
 import json
 import math
@@ -23,7 +24,7 @@ from jaxrl.bench.run import run
 from jaxrl.bench.sizes import KERNEL_SIZES, KernelSize, Sizes
 from jaxrl.bench.table import table
 from jaxrl.bench.timing import against, interleaved
-from jaxrl.bench.workers import WorkerFailed
+from jaxrl.bench.workers import Worker, WorkerFailed
 from jaxrl.bench.world import as_model, write_world
 from jaxrl.errors import DoesNotHold, JaxrlError, UsageError
 from jaxrl.influence.kernels import gradient_kernel
@@ -140,6 +141,24 @@ def test_the_kernel_alone_runs_at_full_size_with_peers_and_quickly_among_the_oth
     assert failed.value.result["kernel XS 3x3"] == [{"case": "a"}]
     assert failed.value.result["torch"] == "2"
     assert seen == [expected]
+
+
+def test_the_command_prints_what_was_found(monkeypatch, capsys):
+    module = importlib.import_module("jaxrl.commands.bench")  # the package's attribute of that name is the function
+    monkeypatch.setattr(module, "run", lambda a: {"rounds": a.repeats})
+    assert cli.main(["bench", "step", "--repeats", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"rounds": 4}
+
+
+def test_the_module_says_what_failed_after_what_was_found(monkeypatch, capsys):
+    def failing(a, sizes):
+        raise DoesNotHold("a: died", {"rounds": 4})
+
+    monkeypatch.setattr("jaxrl.bench.__main__.run", failing)
+    assert main(["--json"]) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"rounds": 4}
+    assert said.err == "jaxrl.bench: a: died\n"
 
 
 # ---------------------------------------------------------------- the quick subjects
@@ -328,6 +347,43 @@ def test_kernels_are_compared_with_our_own_not_with_a_peers(compared):
     assert 0.1 / np.sqrt(30) > AGREE
     assert found["peer wrong"].failure is None  # there was no truth yet: own cases come first in a real run
     assert found["peer rounding"].differs < 1e-6
+
+
+# A real worker's side of the protocol on a case that needs no library.
+SERVED = """
+import protocol
+world, case = protocol.read_job()
+calls = []
+def call():
+    calls.append(case)
+    print("a library says hello")
+    if len(calls) > 3: raise ValueError("too often")
+    return world["kernel"] * len(calls)
+protocol.serve(call, {"numpy": "2"}, temp_bytes=world["config"]["bytes"])
+"""
+
+
+@pytest.fixture
+def served(tmp_path):
+    script = pathlib.Path(environments.__file__).parent / "peers" / "protocol.py"
+    (tmp_path / "served.py").write_text(SERVED)
+    (tmp_path / "protocol.py").write_text(script.read_text())
+    np.savez(tmp_path / "world.npz", kernel=np.ones((1, 2), np.float32), config=np.array('{"bytes": 5}'))
+    job = {"world": str(tmp_path / "world.npz"), "case": "a", "memory": 1 << 30}
+    with Worker("a", [sys.executable, str(tmp_path / "served.py")], job, {}, tmp_path / "log") as worker:
+        yield worker
+
+
+def test_a_script_serves_its_case_as_the_protocol_says(served):
+    held = np.ones(50_000_000)  # memory of the process that starts another is not the other's
+    first = served.first((1, 2))
+    assert (first["temp_bytes"], first["versions"], first["kernel"].tolist()) == (5, {"numpy": "2"}, [[1, 1]])
+    assert 0 < served.seconds(2) < 1
+    assert 1e6 < served.peak_rss_bytes < held.nbytes / 2
+    with pytest.raises(WorkerFailed, match=r"a: died with exit code 1\n(.*\n)*ValueError: too often"):
+        served.seconds(1)
+    with pytest.raises(WorkerFailed, match="a: died"):
+        served.seconds(1)
 
 
 # ---------------------------------------------------------------- our own cases

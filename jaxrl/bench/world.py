@@ -20,8 +20,9 @@ from jaxrl.types import Rows
 
 def write_world(file: Path, model: Decoder, sides: tuple[Rows, Rows]) -> None:
     """``model.NAME`` for every parameter; ``tokens_a/b``, ``start_a/b``, ``length_a/b`` of the rows with their
-    per-token weights ``weights_a/b`` (float32, ``[N, T]``); ``config`` as JSON."""
-    arrays = {f"model.{name}": x for name, x in zip(leaf_names(model), jax.tree.leaves(model), strict=True)}
+    per-token weights ``weights_a/b`` ``[N, T]``; ``config`` as JSON. All numbers in 32 bits."""
+    leaves = zip(leaf_names(model), jax.tree.leaves(model), strict=True)
+    arrays = {f"model.{name}": x.astype(jnp.float32) for name, x in leaves}
     for side, rows in zip("ab", sides, strict=True):
         arrays |= {f"tokens_{side}": rows.tokens, f"start_{side}": rows.start, f"length_{side}": rows.length}
         arrays[f"weights_{side}"] = row_weights(rows).astype(jnp.float32)
