@@ -10,7 +10,7 @@ from influence_world import small_model, some_rows
 
 from jaxrl.influence import directional
 from jaxrl.influence.directional import reverse_change
-from jaxrl.influence.gradients import predicted_change
+from jaxrl.influence.gradients import parameter_change, predicted_change
 from jaxrl.models.decoder import Decoder, cast, with_config
 from jaxrl.models.layers import attention
 from jaxrl.models.logps import token_logps
@@ -148,6 +148,19 @@ def test_half_precision_compute_keeps_tiny_differences_of_the_masters(world):
     found = reverse_change(model, scaled(direction, 1e-12), rows)
     assert found.dtype == jnp.float32
     assert_close(np.asarray(found) / 1e-12, expected, 0.05)
+
+
+def test_a_difference_of_masters_keeps_what_the_compute_dtype_would_swallow(world):
+    model, rows, direction, expected = world
+    before, direction = (cast(x, jnp.float32) for x in (model, direction))
+    after = jax.tree.map(lambda p, d: p + 1e-5 * d, before, direction)
+    change = parameter_change(after, before)
+    found = reverse_change(with_config(before, dtype="bfloat16"), change, rows)
+    assert_close(np.asarray(found) / 1e-5, expected, 0.05)
+    halves = (jax.tree.map(lambda p: p.astype(jnp.bfloat16), x) for x in (after, before))
+    rounded = parameter_change(*halves)
+    assert {x.dtype for x in jax.tree.leaves(rounded)} == {jnp.dtype("float32")}
+    assert np.mean([float(jnp.mean(x == 0)) for x in jax.tree.leaves(rounded)]) > 0.9
 
 
 def test_rows_without_a_response_do_not_change(world):

@@ -114,6 +114,15 @@ def second_order(
     return curvature * jnp.square(scale).astype(curvature.dtype) / 2
 
 
+@jax.jit
+def parameter_change(after: Any, before: Any) -> Any:
+    """``after - before`` of two pytrees of masters, in at least float32: what ``predicted_change`` takes.
+
+    Taken of parameters in a compute dtype, the difference would miss most of a small update.
+    """
+    return jax.tree.map(lambda a, b: a.astype(wide(a.dtype)) - b.astype(wide(b.dtype)), after, before)
+
+
 @partial(jax.jit, static_argnames=("logps", "chunk", "order"))
 def _directional(
     model: Any, tangent: Any, rows: Rows, weights: Array, logps: Logps, chunk: int | None, order: int

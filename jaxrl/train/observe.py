@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl import keys
-from jaxrl.influence.gradients import predicted_change
+from jaxrl.influence.gradients import parameter_change, predicted_change
 from jaxrl.influence.lines import influence_line, probe_line
 from jaxrl.influence.probe import build_probe, load_probe, save_probe, scope_masks
 from jaxrl.influence.structure import structure
@@ -97,12 +97,6 @@ def scored(
     return in_passes(token_scores, model, rows, temperature, at_once=at_once)
 
 
-@jax.jit
-def _difference(after: Any, before: Any) -> Any:
-    """fp32 master difference; never in the compute dtype, which would swallow small updates."""
-    return jax.tree.map(lambda a, b: a - b, after, before)
-
-
 class Observer:
     """Follows one run's probe. ``before`` and ``after`` frame the updates of a step.
 
@@ -172,7 +166,7 @@ class Observer:
         in_batch = np.asarray(self.task.pools["train"].take(self.root, step, self.x.rollout.prompts).uid)
         lines: list[tuple[str, Any, Finish]] = [("probe", values, partial(self._probe_line, step, in_batch))]
         if self.kept_model is not None:
-            direction = _difference(state.model, self.kept_model)
+            direction = parameter_change(state.model, self.kept_model)
             predicted = predicted_change(self.kept_model, direction, self.rows, chunk=self.at_once)
             values = {"before": before, "after": after, "predicted": predicted}
             lines.append(("influence", values, partial(self._influence_line, step, self.kernels, self.sketches)))
