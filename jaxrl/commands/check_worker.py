@@ -11,18 +11,20 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.commands.check_run import training_of, training_of_model
 from jaxrl.commands.runs import OpenedRun, is_run, open_run
 from jaxrl.data.synthetic import enumerate_responses
 from jaxrl.errors import JaxrlError, UsageError
-from jaxrl.influence.check import check_model
+from jaxrl.influence.check import check_model, double
 from jaxrl.influence.probe import load_probe
+from jaxrl.influence.training import Training
 from jaxrl.models.decoder import Decoder, cast
 from jaxrl.models.hf import load_model
 from jaxrl.rl.advantages import GroupZScore
@@ -54,6 +56,7 @@ class Case:
     group_size: int
     enumerated: Rows | None
     later: Mapping[int, Decoder]
+    training: Training
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +70,11 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     try:
         probe = None if a.probe is None else load_probe(a.probe)
-        case = of_run(pathlib.Path(a.model), a.step, probe) if is_run(a.model) else of_model(a.model, probe)
+        case = (
+            of_run(pathlib.Path(a.model), a.step, probe, a.pairs)
+            if is_run(a.model)
+            else of_model(a.model, probe, a.pairs)
+        )
         check_model(
             case.model,
             case.optimiser,
@@ -81,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             group_size=case.group_size,
             enumerated=case.enumerated,
             later=case.later,
+            training=case.training,
             out=a.out,
         )
     except (JaxrlError, OSError, ValueError) as error:
@@ -93,33 +101,35 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None) -> Case:
+def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None, pairs: int) -> Case:
     """A run's checkpoint in double precision, and the batch that it would train on next."""
     run = open_run(folder, step)
     x, setup = run.experiment, run.setup
-    model = cast(run.state.model, jnp.float64)
-    reference = None if setup.reference is None else cast(setup.reference, jnp.float64)
-    collector = Collector(setup.task, x.algorithm, x.rollout, x.reward, x.optimiser.microbatch)
+    model, reference = double(run.state.model), double(setup.reference)
+    rollout = replace(x.rollout, log_greedy=False)  # greedy answers are sampled where a piece needs them only
+    collector = Collector(setup.task, x.algorithm, rollout, x.reward, x.optimiser.microbatch)
     try:
         collected = collector(model, reference, setup.root, run.step)
     finally:
         setup.task.close()
+    probe = probe or load_probe(folder / "probe.npz")
     return Case(
         model=model,
         optimiser=x.optimiser,
         opt_state=run.state.opt_state,
         terms=prepare(x.algorithm, double(collected.graded))[0],
-        probe=probe or load_probe(folder / "probe.npz"),
+        probe=probe,
         reference=reference,
         temperature=collector.temperature,
         total=total_updates(x),
         group_size=x.rollout.n,
         enumerated=enumerated(run),
         later=later(run),
+        training=training_of(run, collector, probe, pairs),
     )
 
 
-def of_model(name: str, probe: Probe | None) -> Case:
+def of_model(name: str, probe: Probe | None, pairs: int) -> Case:
     """A model on its probe alone: the probe's own rows are the batch, grouped by prompt and z-scored."""
     if probe is None:
         raise UsageError(f"{name}: a model is checked on solutions; give --probe FILE (`jaxrl probe` makes one)")
@@ -143,12 +153,9 @@ def of_model(name: str, probe: Probe | None) -> Case:
     optimiser = Optimiser(lr=1e-6)
     state = make_optimiser(optimiser, total=1).init(model)
     terms = prepare(Algorithm(advantage=GroupZScore()), graded)[0]
-    return Case(model, optimiser, state, terms, probe, None, 1.0, 1, n, None, {})
-
-
-def double(tree: Any) -> Any:
-    """Floating arrays in double precision."""
-    return jax.tree.map(lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return Case(
+        model, optimiser, state, terms, probe, None, 1.0, 1, n, None, {}, training_of_model(model, probe, pairs)
+    )
 
 
 def enumerated(run: OpenedRun) -> Rows | None:

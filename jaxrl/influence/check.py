@@ -24,9 +24,12 @@ from jaxrl.influence.exactness import chosen_rows, finite_difference_error, scor
 from jaxrl.influence.gradients import Logps
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.influence.outcome import verdicts, write_check
+from jaxrl.influence.precision import precision_sweep
 from jaxrl.influence.probe import counted
+from jaxrl.influence.silent import silent_audit
 from jaxrl.influence.slopes import fit_slope
 from jaxrl.influence.sweep import BATCH_ETAS, Line, Pairs, line_sweep, pair_sweep, stratified
+from jaxrl.influence.training import Training, training_audit
 from jaxrl.models.decoder import Decoder, cast
 from jaxrl.models.logps import token_logps
 from jaxrl.rl.optimiser import Optimiser
@@ -45,6 +48,9 @@ class BatchSweep:
     advantage: Float[np.ndarray, " N"]
     weight: Float[np.ndarray, " N"]
     norms: Float[np.ndarray, " M"]
+    row_norms: Float[np.ndarray, " N"]
+    term: Term  # its rows with a response
+    descent: Any  # minus the loss gradient, a pytree like the parameters
 
 
 def check_model(
@@ -61,23 +67,25 @@ def check_model(
     group_size: int = 8,
     enumerated: Rows | None = None,
     later: Mapping[int, Decoder] | None = None,
+    training: Training | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run C1 to C10 and return what ``check.json`` holds; write the folder ``out`` if given.
+    """Run C1 to C15 and return what ``check.json`` holds; write the folder ``out`` if given.
 
     ``model`` and ``opt_state`` as they were before the step, ``terms`` the step's, the policy term
     first; ``reference`` and ``temperature`` as in training. ``total``: the run's number of updates,
     needed by a schedule that decays; one that has run out (rate 0) is checked at its peak rate. ``pairs``: training rows and probe rows of the pair sweep.
     ``group_size``: G of the bound's C. ``enumerated``: *every* response to one prompt with their
     truncated ends, for the score identity (C2). ``later``: parameters h steps on, for C10.
+    ``training``: what is known beyond this step, for C13 to C15, and why the rest is left out.
 
     Needs double precision: call it under ``jax.enable_x64``; parameters are cast. The result's ``ok``
     says whether everything held, ``failures`` what did not. Raises ``ValueError`` without double
     precision, without rows, or when the batch carries no signal.
     """
     say = progress or (lambda message: None)
-    model, reference, opt_state = _double(model), _double(reference), _double(opt_state)
+    model, reference, opt_state, terms = (double(x) for x in (model, reference, opt_state, terms))
     if total is None and optimiser.schedule != "constant":
         raise ValueError(f"total: the {optimiser.schedule} schedule needs the run's number of updates, got None")
     train, rows, same = chosen_rows(terms[0].batch.rows, probe.rows, counted(probe), pairs)
@@ -100,12 +108,22 @@ def check_model(
         "c5": batch_slopes(whole.line) | order_audit(whole.line) | {"kernel_error": _kernel_error(whole)},
         "c6": batch_audit(whole.line, whole.kernel, whole.weight, whole.weight_advantage, whole.norms, bound_c),
         "c9": optimiser_audit(step, rows, whole, bound_c),
-        "c10": explained(model, {h: _double(m) for h, m in (later or {}).items()}, rows, step),
+        "c10": explained(model, {h: double(m) for h, m in (later or {}).items()}, rows, step),
+        "c11": silent_rows_audit(model, whole, rows, temperature),
+        "c12": precision_sweep(model, whole.descent, rows, whole.line.first),
     }
-    result = verdicts(found)
+    training = training or Training()
+    more, blocks, arrays = training_audit(training, say)
+    result = verdicts(found | more | {"left_out": dict(training.left_out)}, blocks)
     if out is not None:
-        write_check(out, result, pair_arrays(swept, bound_c), batch_arrays(whole))
+        write_check(out, result, {"pairs": pair_arrays(swept, bound_c), "batch": batch_arrays(whole)} | arrays)
     return result
+
+
+def silent_rows_audit(model: Decoder, batch: BatchSweep, rows: Rows, temperature: float) -> dict[str, Any]:
+    """C11 of the batch that was swept."""
+    norms = (batch.row_norms, batch.norms)
+    return silent_audit(model, batch.term, rows, batch.kernel, batch.weight_advantage, norms, temperature=temperature)
 
 
 def optimiser_audit(step: Step, rows: Rows, batch: BatchSweep, bound_c: float) -> dict[str, Any]:
@@ -160,9 +178,18 @@ def batch_sweep(model: Decoder, term: Term, probe: Rows, *, temperature: float =
     )
     mask = np.asarray(term.batch.rows.mask())
     mean = [np.where(mask, np.asarray(x), 0).sum(1) / mask.sum(1) for x in (term.batch.advantage, term.batch.weight)]
-    line = line_sweep(model, _descent(model, term, temperature), probe, BATCH_ETAS)
-    norms = np.sqrt(np.asarray(kernel.sq_norms_b))
-    return BatchSweep(line, np.asarray(kernel.values), weighed.row, *mean, norms)
+    descent = jax.tree.map(jnp.negative, batch_gradient(model, (term,), temperature=temperature))
+    return BatchSweep(
+        line=line_sweep(model, descent, probe, BATCH_ETAS),
+        kernel=np.asarray(kernel.values),
+        weight_advantage=weighed.row,
+        advantage=mean[0],
+        weight=mean[1],
+        norms=np.sqrt(np.asarray(kernel.sq_norms_b)),
+        row_norms=np.sqrt(np.asarray(kernel.sq_norms_a)),
+        term=term,
+        descent=descent,
+    )
 
 
 def pair_arrays(pairs: Pairs, bound_c: float) -> dict[str, np.ndarray]:
@@ -187,11 +214,6 @@ def batch_arrays(sweep: BatchSweep) -> dict[str, np.ndarray]:
     }
 
 
-def _descent(model: Decoder, term: Term, temperature: float) -> Any:
-    """Minus the gradient of the loss that trains."""
-    return jax.tree.map(jnp.negative, batch_gradient(model, (term,), temperature=temperature))
-
-
 def _kernel_error(sweep: BatchSweep) -> float:
     """How far ``sum_n w_n A_n K_nj`` is from minus the loss gradient dotted with the probe's, relative to the largest."""
     first = sweep.line.first
@@ -204,14 +226,21 @@ def _tempered(temperature: float) -> Logps:
     return partial(token_logps, temperature=temperature)
 
 
-def _double(tree: Any) -> Any:
-    """Parameters, moments and references in float64, integers as they are."""
+def double(tree: Any) -> Any:
+    """Parameters, moments, batches and references in float64, integers as they are.
+
+    On one device the arrays forget the mesh they were trained on: placed alike, they share programs.
+    """
     if jnp.result_type(float) != jnp.float64:
         raise ValueError("the kernel check needs double precision; call it under jax.enable_x64(True)")
 
     def widen(x: Any) -> Any:
         if isinstance(x, Decoder):  # Adam's moments are trees like the model, its static dtype included
-            return cast(x, "float64")
-        return x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x
+            return cast(jax.tree.map(_unplaced, x), "float64")
+        return _unplaced(x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x)
 
     return jax.tree.map(widen, tree, is_leaf=lambda x: isinstance(x, Decoder))
+
+
+def _unplaced(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else jnp.asarray(np.asarray(x))

@@ -1,4 +1,4 @@
-"""What the kernel check found: whether it holds, its tables T-C1 to T-C3, and its folder."""
+"""What the kernel check found: whether it holds, its tables T-C1 to T-C4, and its folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,20 @@ HOLDS = (
     ("c5 kernel sum against the loss gradient", ("c5", "kernel_error"), 0, 1e-10),
     ("c6 bound by the largest |K|", ("c6", "violations_max"), 0, 0),
     ("adam_residual", ("c9", "residual"), 0, 1e-10),
+    ("c11 change by all-equal groups", ("c11", "change"), 0, 0),
+    ("c11 contribution of all-equal groups", ("c11", "contribution"), 0, 0),
+    ("c14 sum of the parts", ("c14", "residual"), 0, 1e-10),
+    ("c14 largest squared cosine", ("c14", "largest_cos2"), 0, 1.001),
 )
 
 
-def verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
+def verdicts(found: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The findings with their headline numbers, ``ok``, and ``failures`` as sentences.
 
     ``slope_single`` and ``slope_second_order`` are of single pairs (C3), ``slope_batch`` of the batch
     (C5, as is ``c5/second``), ``sign_agreement`` is at eta = 1e-3, ``violations_batch`` the share of
     probe rows above the largest ``|K|``. A number that could not be measured is None, and a failure.
+    ``blocks`` are the rows of T-C4; without any there is no such table.
     """
     failures = [_failure(found, *rule) for rule in HOLDS if found.get(rule[1][0]) is not None]
     failures = [text for text in failures if text]
@@ -54,6 +59,8 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, Any]:
         "adam_residual": found["c9"]["residual"],
         "tables": {"T-C1": exactness_table(found), "T-C2": bound_table(found), "T-C3": step_table(found)},
     }
+    if blocks:
+        result["tables"]["T-C4"] = list(blocks)
     return plain(result | dict(found))
 
 
@@ -122,14 +129,14 @@ def step_table(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_check(
-    out: str | os.PathLike[str], result: Mapping[str, Any], pairs: Mapping[str, Any], batch: Mapping[str, Any]
+    out: str | os.PathLike[str], result: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Write ``check.json``, ``pairs.npz``, ``batch.npz`` and ``T-C1.csv`` to ``T-C3.csv``, each whole or not at all."""
+    """Write ``check.json``, every entry of ``arrays`` as ``<name>.npz``, and every table as CSV, each whole or not at all."""
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, arrays in (("pairs", pairs), ("batch", batch)):
+    for name, held in arrays.items():
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)
+        np.savez_compressed(buffer, **held)
         _write(folder / f"{name}.npz", buffer.getvalue())
     for name, rows in result["tables"].items():
         _write(folder / f"{name}.csv", _csv(rows).encode())

@@ -72,8 +72,15 @@ def line_sweep(
     eta = np.asarray(eta, np.float64)
     first, second = (_host(x) for x in _derivatives(model, direction, probe, logps))
     # the unmoved scores by the same program, so that a step of size 0 changes exactly nothing
-    found = np.stack([_host(_moved(model, direction, e, probe, logps)) for e in (0.0, *eta)])
+    found = np.stack([moved_scores(model, direction, e, probe, logps=logps) for e in (0.0, *eta)])
     return Line(eta, found[1:] - found[:1], first, second, found[0])
+
+
+def moved_scores(
+    model: Any, direction: Any, eta: float, probe: Rows, *, logps: Logps = token_logps
+) -> Float[np.ndarray, " M"]:
+    """Summed log-prob of every probe row at ``theta + eta d``, in the parameters' own arithmetic."""
+    return _host(_moved(model, direction, np.float64(eta), probe, logps))  # one type of number: one program
 
 
 def pair_sweep(

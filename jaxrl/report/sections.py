@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.report import curves, figures, kernels, prompts, tables
+from jaxrl.report import curves, figures, kernels, prompts, structure, tables
 from jaxrl.report.curves import Panel, over_steps, recorded
 from jaxrl.report.read import Run, read_arrays, read_json, split_order
 from jaxrl.report.style import Picture
@@ -55,7 +55,7 @@ def report_sections(runs: Sequence[Run], check: Path | None) -> list[Section]:
 
 
 def check_pictures(folder: Path) -> tuple[list[Picture], list[str]]:
-    """F-C1 to F-C3 from a folder of ``jaxrl check``, and what was missing (keys in ``figures``)."""
+    """F-C1 to F-C7 from a folder of ``jaxrl check``, and what was missing or left out (keys in ``figures``, ``structure``)."""
     pairs, batch = read_arrays(folder / "pairs.npz"), read_arrays(folder / "batch.npz")
     scalars = _scalars(folder)
     pictures, notes = [], []
@@ -69,7 +69,26 @@ def check_pictures(folder: Path) -> tuple[list[Picture], list[str]]:
         notes.append("batch.npz is missing: no whole-batch figures (F-C1 right, F-C3).")
     elif pairs:
         pictures.append(figures.batch_bound(batch, float(pairs["bound_c"])))
-    return pictures, notes
+    return pictures + _over_training(folder), notes + _left_out(folder)
+
+
+def _over_training(folder: Path) -> list[Picture]:
+    """F-C4 to F-C7, as far as the check had a run to look at."""
+    whole = _whole(folder)
+    found, moved = read_arrays(folder / "structure.npz"), read_arrays(folder / "transfer.npz")
+    pictures = [structure.spectra(found)] if found else []
+    if whole.get("c14"):
+        pictures.append(structure.attribution(whole["c14"]))
+    if found:
+        pictures.append(structure.heat_maps(found))
+    if moved:
+        pictures.append(structure.transfer(moved, (whole.get("c15") or {}).get("p")))
+    return pictures
+
+
+def _left_out(folder: Path) -> list[str]:
+    """Why parts of the check are missing, in the check's own words."""
+    return list((_whole(folder).get("left_out") or {}).values())
 
 
 def find_check(runs: Sequence[Run]) -> Path | None:
@@ -232,11 +251,16 @@ def _check(runs: Sequence[Run], folder: Path | None) -> Section:
     for name in tables.CHECK_TITLES:
         table = tables.check_table(name, folder, extra)
         section.items.append(table if table else f"{name} is missing from {folder.name}/.")
+    section.items += structure.check_tables(_whole(folder))
     section.items += notes
     return section
 
 
 def _scalars(folder: Path) -> dict[str, Any]:
-    path = folder / "check.json"
-    whole = read_json(path) if path.is_file() else {}
+    whole = _whole(folder)
     return whole.get("kernel_check", whole)
+
+
+def _whole(folder: Path) -> dict[str, Any]:
+    path = folder / "check.json"
+    return read_json(path) if path.is_file() else {}
