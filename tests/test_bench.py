@@ -8,6 +8,7 @@ import math
 import pathlib
 import shlex
 import sys
+import time
 
 import jax
 import numpy as np
@@ -333,8 +334,10 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(compared, how, messa
 
 def test_silence_is_not_waited_for_forever(compared, monkeypatch):
     monkeypatch.setattr("jaxrl.bench.workers.PATIENCE", 0.5)
+    began = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"silent: gave no answer in 0\.5 s"):
         compared("silent")
+    assert time.monotonic() - began < 20
 
 
 def test_without_the_first_case_there_is_nothing_to_compare_with(compared):
@@ -351,13 +354,15 @@ def test_kernels_are_compared_with_our_own_not_with_a_peers(compared):
 
 # A real worker's side of the protocol on a case that needs no library.
 SERVED = """
-import protocol
+import protocol, time
 world, case = protocol.read_job()
 calls = []
 def call():
     calls.append(case)
     print("a library says hello")
     if len(calls) > 3: raise ValueError("too often")
+    until = time.process_time() + 0.05
+    while time.process_time() < until: pass
     return world["kernel"] * len(calls)
 protocol.serve(call, {"numpy": "2"}, temp_bytes=world["config"]["bytes"])
 """
@@ -378,7 +383,7 @@ def test_a_script_serves_its_case_as_the_protocol_says(served):
     held = np.ones(50_000_000)  # memory of the process that starts another is not the other's
     first = served.first((1, 2))
     assert (first["temp_bytes"], first["versions"], first["kernel"].tolist()) == (5, {"numpy": "2"}, [[1, 1]])
-    assert 0 < served.seconds(2) < 1
+    assert 0.05 <= served.seconds(2) < 0.1  # of one call
     assert 1e6 < served.peak_rss_bytes < held.nbytes / 2
     with pytest.raises(WorkerFailed, match=r"a: died with exit code 1\n(.*\n)*ValueError: too often"):
         served.seconds(1)
