@@ -56,7 +56,7 @@ def summary(one: Found) -> dict[str, Any]:
             "mean_cos": float(cosine.mean()),
             "mean_abs_cos": float(np.abs(cosine).mean()),
             "negative": float(np.mean(cosine < 0)),
-            "erank_cos": effective_rank(kernel_spectrum(cosine, itself=False) ** 2),
+            "erank_cos": effective_rank(kernel_spectrum(cosine, itself=False) ** 2) / min(cosine.shape),
         }
     )
 

@@ -48,20 +48,18 @@ def heat_map(
 
 def spectrum(name: str, curves: Sequence[tuple[str, np.ndarray]], caption: str, *, unit: str = "eigenvalue") -> Picture:
     """Descending spectra on a log axis, each (label, values); later curves are darker."""
+    largest = max((float(np.max(values, initial=0)) for _, values in curves), default=0.0) or 1.0
+    shades = _shades(len(curves))
     with style.drawing():
         figure, axes = style.grid(1, 1, height=3.2, width=6.4)
-        panel, ends = axes[0, 0], []
-        largest = max((float(np.max(values, initial=0)) for _, values in curves), default=0.0) or 1.0
-        for (label, values), ink in zip(curves, _shades(len(curves)), strict=True):
+        panel = axes[0, 0]
+        for (_, values), ink in zip(curves, shades, strict=True):
             values = np.maximum(np.sort(values)[::-1], FLOOR * largest)
             panel.semilogy(np.arange(1, len(values) + 1), values, color=ink, marker="o", ms=3)
-            ends.append((float(len(values)), float(values[-1]), label, ink))
-        panel.set_ylim(0.5 * FLOOR * largest if any(y <= FLOOR * largest for _, y, _, _ in ends) else None, None)
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         panel.set_xlabel("rank")
         panel.set_ylabel(unit)
-        if any(label for _, _, label, _ in ends):
-            style.label_ends(panel, ends, size=8.5)
+        style.legend(figure, [(label, {"color": ink}) for (label, _), ink in zip(curves, shades, strict=True) if label])
         return style.picture(figure, name, caption)
 
 
