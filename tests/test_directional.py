@@ -142,6 +142,7 @@ def test_steps_of_any_scale_lose_nothing(world):
     assert not np.any(reverse_change(model, scaled(direction, 0.0), rows))
 
 
+@pytest.mark.slow
 def test_half_precision_compute_keeps_tiny_differences_of_the_masters(world):
     model, rows, direction, expected = world
     model = with_config(cast(model, jnp.float32), dtype="bfloat16")
@@ -150,6 +151,7 @@ def test_half_precision_compute_keeps_tiny_differences_of_the_masters(world):
     assert_close(np.asarray(found) / 1e-12, expected, 0.05)
 
 
+@pytest.mark.slow
 def test_a_difference_of_masters_keeps_what_the_compute_dtype_would_swallow(world):
     model, rows, direction, expected = world
     before, direction = (cast(x, jnp.float32) for x in (model, direction))
