@@ -173,6 +173,8 @@ def test_the_same_prompt_in_both_files_is_the_same_prompt(model, counted, tmp_pa
     assert labels["prompt"]["same"]["pairs"] == 2
     assert labels["prompt"]["same"]["mean_cos"] == pytest.approx(1, abs=1e-5)
     assert labels["prompt"]["cross"]["pairs"] == 4
+    assert labels["prompt"].keys() == {"same", "cross"}
+    assert "even, odd" in labels["group"]
 
 
 def test_a_bad_row_leaves_nothing_behind(model, tmp_path):

@@ -66,14 +66,18 @@ def _squares(kernel: Kernel) -> tuple[tuple[str, np.ndarray], ...]:
 
 
 def label_tables(one: Found) -> dict[str, Any]:
-    """Cosines within and across labels, by each kind of label that both sides have and that tells rows apart."""
+    """Cosines within and across labels, by each kind of label that both sides have and that tells rows apart.
+
+    Of kinds with few values also between each two of them, except of prompts, which are only numbers.
+    """
     tables = {}
     for name in ORDER:
         a, b = (side.labels.get(name) for side in one.sides)
         values = {v for v in (*(a or ()), *(b or ())) if v is not None}
         if a is None or b is None or len(values) < 2:
             continue
-        tables[name] = label_blocks(one.cosine, a, b, itself=one.itself)
+        found = label_blocks(one.cosine, a, b, itself=one.itself)
+        tables[name] = {k: v for k, v in found.items() if name != "prompt" or k in ("same", "cross")}
     return {name: found for name, found in tables.items() if found}
 
 
