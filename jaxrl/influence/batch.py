@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl.influence.gradients import Logps, predicted_change
+from jaxrl.mesh import to_host
 from jaxrl.models.logps import token_logps
 from jaxrl.rl.losses import TokenLoss
 from jaxrl.rl.update import loss_and_grad
@@ -80,9 +81,9 @@ def coefficients(model: Any, term: Term, *, logps: Logps = token_logps) -> Coeff
             f"loss {term.loss.tag!r}: it needs whole distributions, so it has no kernel form over rows; "
             "use batch_prediction, which takes any loss"
         )
-    mask = np.asarray(term.batch.rows.mask())
-    found = _token_coefficients(model, term, logps)
-    token = np.where(mask, np.asarray(found, np.float64), 0)
+    mask = to_host(term.batch.rows.mask())
+    found = to_host(_token_coefficients(model, term, logps))
+    token = np.where(mask, found.astype(np.float64), 0)
     count = np.maximum(mask.sum(axis=1), 1)
     row = token.sum(axis=1) / count
     largest = np.abs(token).max(axis=1)

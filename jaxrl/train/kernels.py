@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from jaxrl.influence.batch import coefficients
 from jaxrl.influence.kernels import at_temperature, gradient_kernel
+from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
 from jaxrl.rl.losses import TokenLoss
 from jaxrl.train.arrays import ArrayStore
@@ -54,7 +55,7 @@ def step_kernels(
     cross, weights, uneven = None, None, 0.0
     if len(chosen):
         slots = np.resize(chosen, min(rows, len(term.batch.weight)))
-        part = Term(jax.tree.map(lambda x: x[slots], term.batch), term.loss)
+        part = Term(to_host(jax.tree.map(lambda x: x[slots], term.batch)), term.loss)
         cross = gradient_kernel(model, part.batch.rows, probes, temperature=(temperature, 1.0), **options)
         if options.get("normalise", "sum") == "sum":
             weights, uneven = policy_weights(model, part, temperature)
@@ -77,7 +78,7 @@ def policy_weights(model: Decoder, term: Term, temperature: float) -> tuple[Floa
 
 def trained_rows(batch: Batch) -> Int[np.ndarray, " n"]:
     """Rows with a weight: those that the filters kept."""
-    return np.flatnonzero(np.asarray(jnp.any(batch.weight != 0, axis=-1)))
+    return np.flatnonzero(to_host(jnp.any(batch.weight != 0, axis=-1)))
 
 
 def spread(total: int, count: int) -> Int[np.ndarray, " m"]:
