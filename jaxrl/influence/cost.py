@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jaxrl.influence.gradients import leaf_names
+from jaxrl.mesh import RULES
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Decoder, param_axes
 from jaxrl.models.layers import PROJECTIONS
 from jaxrl.types import wide
 
@@ -101,6 +105,26 @@ def tiles(n: int, m: int, fits: int, same: bool) -> tuple[int, int]:
 
     best = min(sizes, key=passed)
     return math.ceil(n / math.ceil(n / best)), math.ceil(m / math.ceil(m / min(m, fits - best)))
+
+
+def exchange_bytes(model: Decoder, mesh: Mesh, rows: int, listed: int) -> int:
+    """Bytes of per-row gradients that a device sends and receives by all-to-all for one streamed pass.
+
+    ``rows`` on both sides, a multiple of the D devices that share them: ``item * rows * P / D``, and over
+    the tensor axis as well for what that splits. ``listed`` tokens that occur (0: the whole
+    vocabulary): their entries count twice more for a tied matrix, and alone for an untied embedding. The
+    vocabulary's last chunk may overlap the one before, which comes on top. KERNEL.md 5.
+    """
+    names, tensor = leaf_names(model), mesh.shape["tensor"]
+    axes = jax.tree.leaves(param_axes(model.config), is_leaf=lambda x: isinstance(x, tuple))
+    numbers = 0
+    for name, axis, leaf in zip(names, axes, jax.tree.leaves(model), strict=True):
+        split = [size for a, size in zip(axis, leaf.shape, strict=True) if RULES[a] == ("tensor",)]
+        part = leaf.size // (tensor if split and split[0] % tensor == 0 else 1)
+        numbers += 0 if name == "embed" and listed and model.head is not None else part
+    numbers += listed * model.config.hidden_size * (2 if model.head is None else 1)
+    devices = math.prod(mesh.shape[name] for name in RULES["rows"])
+    return wide(*(x.dtype for x in jax.tree.leaves(model))).itemsize * rows * numbers // devices
 
 
 def working_memory(memory: int | None) -> int:

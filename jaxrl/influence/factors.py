@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.decoder import Decoder, embed_tokens, layer_windows, row_attention
+from jaxrl.models.decoder import Decoder, row_attention
 from jaxrl.models.layers import PROJECTIONS, layer, rms_norm, rope_angles
 from jaxrl.models.packing import take
 from jaxrl.types import container, wide
@@ -73,20 +73,6 @@ class Factor:
         dtype = wide(self.b.dtype)
         b = self.b.astype(dtype)
         return jnp.sum(b if self.a is None else self.a.astype(dtype) * b, axis=1)
-
-
-def forward(model: Decoder, side: Side) -> tuple[Float[Array, "D R L d"], Float[Array, "R L d"]]:
-    """The input of every layer, and what comes out of the last."""
-    attend = row_attention(side.tokens.shape, side.segments)
-    x = embed_tokens(model, side.tokens)
-    angles = rope_angles(side.positions, model.config, x.dtype)
-
-    def body(x: Array, xs: tuple[Any, Any]) -> tuple[Array, Array]:
-        p, window = xs
-        return layer(p, x, angles, model.config, attend(window))[0], x
-
-    last, inputs = jax.lax.scan(body, x, (model.layers, layer_windows(model.config)))
-    return inputs, last
 
 
 def layer_factors(

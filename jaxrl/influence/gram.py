@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl.influence.factors import Factor
+from jaxrl.mesh import RULES, partition
 from jaxrl.types import container, wide
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -68,6 +69,28 @@ class Contract:
     def row_devices(self) -> int:
         """Devices that rows are split over."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in ROWS)
+
+    def by_rows(self, tree: Any) -> Any:
+        """Arrays held by rows and by nothing else. Left alone, the partitioner splits hidden states like weights."""
+        if self.mesh is None:
+            return tree
+        rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), tree)
+
+    def whole(self, tree: Any, axes: Any) -> Any:
+        """Parameters gathered over the axes that split rows, as a layer needs them; the tensor axis stays split.
+
+        ``axes``: for every array the names of its logical axes.
+        """
+        if self.mesh is None:
+            return tree
+
+        def gather(axes: tuple[str | None, ...], x: Array) -> Array:
+            kept = [None if name is None or set(RULES[name]) & set(ROWS) else name for name in axes]
+            spec = partition(self.mesh, kept, x.shape)
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(gather, axes, tree, is_leaf=lambda x: isinstance(x, tuple))
 
     def slot(self, name: str, layer: Int[Array, ""] | None) -> Any:
         """Where a parameter (of a layer) adds to the kernel's blocks."""
@@ -149,10 +172,7 @@ class Contract:
 
         dtype = wide(one.a.dtype)
         values = jax.lax.map(lambda ab: against(*ab, other), (one.a, one.b))
-        if self.same:
-            squares = [jnp.diagonal(values)] * 2
-        else:
-            squares = [jax.lax.map(itself, (f.a, f.b)) for f in (one, other)]
+        squares = [jnp.diagonal(values)] * 2 if self.same else [jax.lax.map(itself, (f.a, f.b)) for f in (one, other)]
         return _added(sums, slot, [x[None] for x in (values, *squares)])
 
     def padded(self, length: int) -> int:

@@ -58,7 +58,7 @@ class Scored:
         return jnp.einsum("ntv,ntd->nvd", cotangent, states, precision=HIGHEST)
 
 
-def vocabulary(model: Decoder, start: Any, size: int) -> tuple[Array, Array, Array]:
+def vocabulary(model: Decoder, contract: Contract, start: Any, size: int) -> tuple[Array, Array, Array]:
     """Rows ``start .. start+size`` of the head as ``[size d]``, their ids, and which of them count.
 
     The last chunk is moved back so as to end at the vocabulary's end; what an earlier chunk has had
@@ -68,7 +68,8 @@ def vocabulary(model: Decoder, start: Any, size: int) -> tuple[Array, Array, Arr
     limit = model.config.vocab_limit or total
     at = jnp.minimum(start, total - size).astype(jnp.int32)
     ids = at + jnp.arange(size, dtype=jnp.int32)
-    return entries(model, at, size), ids, (ids >= start) & (ids < limit)
+    weight = contract.whole(entries(model, at, size), ("vocab", "embed"))
+    return weight, ids, (ids >= start) & (ids < limit)
 
 
 def entries(tree: Decoder, at: Array, size: int) -> Float[Array, "size d"]:
@@ -78,7 +79,7 @@ def entries(tree: Decoder, at: Array, size: int) -> Float[Array, "size d"]:
     return jax.lax.dynamic_slice_in_dim(tree.head[...], at, size, axis=1).T
 
 
-def score(model: Decoder, side: Side, states: Float[Array, "N T d"], chunk: int) -> Scored:
+def score(model: Decoder, side: Side, states: Float[Array, "N T d"], contract: Contract, chunk: int) -> Scored:
     """Pass one: the log-partition of every scored position, by running maximum and sum."""
     dtype = wide(states.dtype, model.embed[...].dtype)
     scale = side.weight.astype(dtype) / side.temperature.astype(dtype)
@@ -86,7 +87,7 @@ def score(model: Decoder, side: Side, states: Float[Array, "N T d"], chunk: int)
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = carry
-        weight, _, known = vocabulary(model, i * chunk, chunk)
+        weight, _, known = vocabulary(model, contract, i * chunk, chunk)
         logits = scored.logits(weight, known)
         new = jnp.maximum(top, jnp.max(logits, axis=-1))
         return new, total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[:, :, None]), axis=-1)
@@ -110,10 +111,13 @@ def head(
 
     def body(i: Array, carry: tuple[tuple[Array, ...], Sums]) -> tuple[tuple[Array, ...], Sums]:
         back, sums = carry
-        weight, ids, known = vocabulary(model, i * chunk, chunk)
+        weight, ids, known = vocabulary(model, contract, i * chunk, chunk)
         cotangents = [s.cotangent(weight, ids, known) for s in scored]
-        back = tuple(
-            b + jnp.einsum("ntv,vd->ntd", ct, weight.astype(ct.dtype)) for b, ct in zip(back, cotangents, strict=True)
+        back = contract.by_rows(
+            tuple(
+                b + jnp.einsum("ntv,vd->ntd", ct, weight.astype(ct.dtype))
+                for b, ct in zip(back, cotangents, strict=True)
+            )
         )
         if name is not None:
             blocks = tuple(s.gradient(ct) for s, ct in zip(scored, cotangents, strict=True))
@@ -136,7 +140,7 @@ def tied_dense(
     """Pass three over the whole vocabulary: head and embedding gradients added before one product."""
 
     def body(i: Array, sums: Sums) -> Sums:
-        weight, ids, known = vocabulary(model, i * chunk, chunk)
+        weight, ids, known = vocabulary(model, contract, i * chunk, chunk)
         first = ids >= i * chunk  # ids above the vocabulary limit occur in prompts
         blocks = tuple(
             s.gradient(s.cotangent(weight, ids, known))
@@ -158,11 +162,11 @@ class Embedded:
 
     def rows(self, start: Any, size: int) -> Float[Array, "N size d"]:
         """The embedding's per-row gradient of entries ``start .. start+size``."""
-        n = self.ct.shape[0]
         at = self.entry - jnp.asarray(start, jnp.int32)
         at = jnp.where((at >= 0) & (at < size), at, size)  # a negative index would count from the end
-        row = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[:, None], at.shape)
-        return jnp.zeros((n, size, self.ct.shape[-1]), self.ct.dtype).at[row, at].add(self.ct, mode="drop")
+        zero = jnp.zeros((size, self.ct.shape[-1]), self.ct.dtype)
+        # row by row, so that a partitioned program scatters each device's own rows
+        return jax.vmap(lambda at, ct: zero.at[at].add(ct, mode="drop"))(at, self.ct)
 
 
 def occurring(
@@ -189,7 +193,7 @@ def occurring(
         of_embedding = tuple(e.rows(at, chunk) for e in embedded)
         if model.head is not None:
             return contract.explicit(sums, slot, of_embedding, scale)
-        weight = model.embed[...].at[some].get(mode="fill", fill_value=0)
+        weight = contract.whole(model.embed[...].at[some].get(mode="fill", fill_value=0), (None, "embed"))
         of_head = tuple(s.gradient(s.cotangent(weight, some, some < limit)) for s in scored)
         return contract.cross(sums, slot, of_head, of_embedding, scale)
 

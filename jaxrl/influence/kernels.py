@@ -72,7 +72,7 @@ def gradient_kernel(
         if value not in known:
             raise ValueError(f"{name}: {nearest(value, known)}, got {value!r}")
     need_finite(model)
-    given = (rows_a, rows_b)
+    given = (_here(rows_a), _here(rows_b))
     rows = tuple(unpack(r) if isinstance(r, Packed) else r for r in given)
     need_rows(rows[0], "rows_a", model, responses=True)
     need_rows(rows[1], "rows_b", model, responses=True)
@@ -184,6 +184,12 @@ def need_finite(model: Any) -> None:
 @jax.jit
 def _finite(leaves: list[Array]) -> Array:
     return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
+
+
+def _here(rows: Rows | Packed) -> Any:
+    """Rows that several processes hold a part of, whole; others as they are."""
+    parts = [x for x in jax.tree.leaves(rows) if isinstance(x, jax.Array) and is_concrete(x)]
+    return rows if all(x.is_fully_addressable for x in parts) else to_host(rows)
 
 
 def _named(names: tuple[str, ...], parts: np.ndarray, dtype: Any) -> dict[str, Array]:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl.influence import head as heads
-from jaxrl.influence.factors import Factor, Side, final_norm, forward, layer_factors
+from jaxrl.influence.factors import Factor, Side, final_norm, layer_factors
 from jaxrl.influence.gram import Contract, Sums
-from jaxrl.models.decoder import Decoder, layer_windows
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import Decoder, embed_tokens, layer_windows, param_axes, row_attention
+from jaxrl.models.layers import layer, rope_angles
 from jaxrl.types import wide
 
 # Which axis of a matrix (inputs, outputs) the mesh's tensor axis splits, as in ``mesh.RULES``.
@@ -64,18 +66,19 @@ def _stream(model: Decoder, sides: Any, entries: Any, occurring: Any, metric: An
     dtype = wide(*(x.dtype for x in jax.tree.leaves(model)))
     sums = Sums.zero(contract.devices, plan.blocks, n, m, dtype)
 
-    inputs, last = zip(*(forward(model, side) for side in sides), strict=True)
-    states = [final_norm(model, x, side) for x, side in zip(last, sides, strict=True)]
-    scored = tuple(heads.score(model, side, h, plan.chunk) for side, h in zip(sides, states, strict=True))
+    axes = layer_axes(model.config)
+    inputs, last = zip(*(_forward(model, side, contract, axes) for side in sides), strict=True)
+    states = contract.by_rows([final_norm(model, x, side) for x, side in zip(last, sides, strict=True)])
+    scored = tuple(heads.score(model, side, h, contract, plan.chunk) for side, h in zip(sides, states, strict=True))
     name = "head" if not tied else "embed" if plan.listed else None
     back, sums = heads.head(model, scored, sums, contract, metric, plan.chunk, name)
 
     pulled = [final_norm(model, x, side, ct) for x, side, ct in zip(last, sides, back, strict=True)]
-    cotangents, gains = zip(*pulled, strict=True)
+    cotangents, gains = contract.by_rows(tuple(zip(*pulled, strict=True)))
     of_norm = None if metric is None else metric.norm[...]
     sums = contract.vector(sums, contract.slot("norm", None), gains, of_norm)
 
-    cotangents, sums = _layers(model, sides, inputs, cotangents, sums, contract, metric)
+    cotangents, sums = _layers(model, sides, inputs, cotangents, sums, contract, metric, axes)
 
     embedded = tuple(
         heads.Embedded(side.by_sequence(ct).astype(wide(ct.dtype)), entry)
@@ -86,8 +89,28 @@ def _stream(model: Decoder, sides: Any, entries: Any, occurring: Any, metric: An
     return heads.tied_dense(model, scored, embedded, sums, contract, metric, plan.chunk)
 
 
+def layer_axes(config: ModelConfig) -> Any:
+    """The logical axes of one layer's parameters, as ``param_axes`` without the axis of the layers."""
+    return jax.tree.map(lambda axes: axes[1:], param_axes(config).layers, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _forward(model: Decoder, side: Side, contract: Contract, axes: Any) -> tuple[Array, Array]:
+    """The input of every layer ``[D R L d]``, and what comes out of the last ``[R L d]``."""
+    attend = row_attention(side.tokens.shape, side.segments)
+    x = contract.by_rows(embed_tokens(model, side.tokens))
+    angles = rope_angles(side.positions, model.config, x.dtype)
+
+    def body(x: Array, xs: tuple[Any, Any]) -> tuple[Array, Array]:
+        p, window = xs
+        out = layer(contract.whole(p, axes), x, angles, model.config, attend(window))[0]
+        return contract.by_rows(out), x
+
+    last, inputs = jax.lax.scan(body, x, (model.layers, layer_windows(model.config)))
+    return inputs, last
+
+
 def _layers(
-    model: Decoder, sides: Any, inputs: Any, cotangents: Any, sums: Sums, contract: Contract, metric: Any
+    model: Decoder, sides: Any, inputs: Any, cotangents: Any, sums: Sums, contract: Contract, metric: Any, axes: Any
 ) -> tuple[tuple[Array, ...], Sums]:
     """The reverse scan over layers: cotangents of the embedding's outputs, and the sums with all layers added."""
     config = model.config
@@ -95,11 +118,12 @@ def _layers(
     def body(carry: tuple[Any, Sums], xs: Any) -> tuple[Any, None]:
         cotangents, sums = carry
         p, window, diagonal, number, *x = xs
+        p = contract.whole(p, axes)
         found = [layer_factors(config, p, window, *args) for args in zip(sides, x, cotangents, strict=True)]
         for name in found[0][1]:
             factors = tuple(f[name] for _, f in found)
             sums = _parameter(contract, sums, name, factors, diagonal, number)
-        return (tuple(back for back, _ in found), sums), None
+        return (contract.by_rows(tuple(back for back, _ in found)), sums), None
 
     diagonal = None if metric is None else metric.layers
     number = jnp.arange(config.num_layers, dtype=jnp.int32)

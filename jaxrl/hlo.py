@@ -1,0 +1,75 @@
+"""What a compiled program moves between devices, read from its text."""
+
+from __future__ import annotations
+
+import math
+import re
+
+COLLECTIVES = ("all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+_SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPERATION = re.compile(r"= (\(?[^=]*?\)?) ([\w\-]+)\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+def collective_bytes(text: str, within: str = "") -> dict[str, int]:
+    """Bytes that come out of each kind of collective on one device, by ``Compiled.as_text()``.
+
+    ``within``: count only operations whose ``op_name`` holds this text (the names of the traced
+    functions they stem from).
+
+    What lies in a loop counts as often as the loop runs (XLA's known trip count). Raises ``ValueError``
+    for a loop with a collective inside whose count is not known.
+    """
+    bodies, entry = _computations(text)
+    known: dict[str, dict[str, int]] = {}
+
+    def of(name: str) -> dict[str, int]:
+        if name not in known:
+            known[name] = total = dict.fromkeys(COLLECTIVES, 0)
+            for line in bodies[name]:
+                found = _OPERATION.search(line)
+                if found is None:
+                    continue
+                kind = found[2].removesuffix("-start")
+                if kind in COLLECTIVES and within in line:
+                    total[kind] += _bytes(found[1])
+                for called, times in _calls(line, found[2], of):
+                    for key, value in called.items():
+                        total[key] += times * value
+        return known[name]
+
+    return of(entry)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of every computation by name, and the entry's name."""
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():  # comments number the parts of long tuples
+        head = _COMPUTATION.match(line)
+        if head:
+            lines = bodies.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        else:
+            lines.append(line)
+    return bodies, entry
+
+
+def _calls(line: str, kind: str, of) -> list[tuple[dict[str, int], int]]:
+    """What an operation runs, and how often."""
+    names = re.findall(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line)
+    branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+    names += [x.strip().lstrip("%") for x in branches[1].split(",")] if branches else []
+    called = [of(name) for name in names]
+    if kind != "while":
+        return [(x, 1) for x in called]
+    count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    if count is None and any(any(x.values()) for x in called):
+        raise ValueError(f"a loop holds collectives and does not say how often it runs: {line.strip()[:120]}")
+    return [(x, int(count[1]) if count else 0) for x in called]
+
+
+def _bytes(shape: str) -> int:
+    arrays = [(kind, dims) for kind, dims in _ARRAY.findall(shape) if kind in _SIZES]
+    return sum(_SIZES[kind] * math.prod(int(d) for d in dims.split(",") if d) for kind, dims in arrays)
