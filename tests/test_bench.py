@@ -46,7 +46,7 @@ TINY = Sizes(
     microbatch=2,
     target=0.0,
 )
-TINY_KERNEL = KernelSize(hidden=16, layers=2, vocab=24, width=6, rows=(3,), head_dim=4)
+TINY_KERNEL = KernelSize(hidden=16, layers=2, vocab=300, width=6, rows=(3,), head_dim=4)
 BASELINES = {"sampling": "n prefills, one sample each", "step": "whole batch"}
 
 

@@ -10,6 +10,7 @@ from protocol import read_job, serve
 from torch.func import grad, vmap
 
 CHUNK = 4  # rows
+BLOCK = 4096  # numbers of a dot product that are added up before the rest
 
 
 def score(params, tokens, weights, config):
@@ -80,8 +81,15 @@ def kernel(params, sides, config, chunk=None):
     parts = []
     for tokens, weights in zip(tokens_a.split(size), weights_a.split(size), strict=True):
         left = gradients(tokens, weights)
-        parts.append(sum(left[name].flatten(1) @ right[name].flatten(1).T for name in params))
+        parts.append(sum(dots(left[name].flatten(1), right[name].flatten(1)) for name in params))
     return torch.cat(parts)
+
+
+def dots(x, y):
+    """``x y^T`` of ``[N, P]`` and ``[M, P]``, ``BLOCK`` numbers at a time: one product over millions loses digits."""
+    whole = x.shape[1] // BLOCK * BLOCK
+    a, b = (side[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1) for side in (x, y))
+    return (a @ b.transpose(1, 2)).sum(0) + x[:, whole:] @ y[:, whole:].T
 
 
 def main():
