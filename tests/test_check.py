@@ -8,17 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from influence_world import VOCAB, jitted_logps, small_model, some_rows
+from influence_world import VOCAB, gradient_matrix, jitted_logps, small_model, some_rows
 
 from jaxrl import keys
 from jaxrl.data.synthetic import enumerate_responses
 from jaxrl.influence.account import Step, explained
 from jaxrl.influence.audit import advantage_bound, pair_audit
-from jaxrl.influence.check import check_model, pair_slopes
+from jaxrl.influence.check import batch_sweep, check_model, pair_slopes, silent_rows_audit
+from jaxrl.influence.dynamics import Labelled, Snapshot, saved_diagonal
 from jaxrl.influence.exactness import chosen_rows, score_identity
 from jaxrl.influence.outcome import verdicts
+from jaxrl.influence.precision import CASES
 from jaxrl.influence.slopes import fit_slope
 from jaxrl.influence.sweep import pair_sweep, stratified
+from jaxrl.influence.training import Training, Transfer
+from jaxrl.report.sections import check_pictures
+from jaxrl.report.structure import check_tables
 from jaxrl.rl.algorithms import Algorithm, prepare
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.update import update
@@ -86,9 +91,30 @@ def result(world, everything, tmp_path_factory):
         later = {10: jax.tree.map(lambda x: x * 1.05, state.model)}
         found = check_model(
             state.model, SPEC, state.opt_state, terms, probe, pairs=PAIRS, group_size=4, enumerated=everything,
-            later=later, out=folder,
+            later=later, training=over_training(state, probe), out=folder,
         )  # fmt: skip
     return found, folder
+
+
+def over_training(state, probe) -> Training:
+    """The model before and after its two updates, on the probe's finished rows; three recorded steps; a transfer."""
+    labels = {"correct": np.where(probe.correct, "correct", "wrong")[:PAIRS]}
+    fixed = Labelled(jax.tree.map(jnp.asarray, probe.rows[:PAIRS]), probe.uid[:PAIRS], labels)
+    snapshots = (Snapshot(0, small_model()), Snapshot(2, state.model, saved_diagonal(SPEC, state.opt_state), fixed))
+    rng = np.random.default_rng(0)
+    first, norms, update = rng.normal(size=(3, 5)), 10 + rng.random((3, 5)), 1 + rng.random(3)
+    change = first + 0.01 * rng.normal(size=(3, 5))
+    recorded = {"step": np.arange(3), "change": change, "first": first, "sq_norms": norms, "update_sq": update}
+    moved = {name: rng.normal(size=(3, 4)) for name in ("p", "delta_plus")}
+    families = (("0", "1", "2"), ("0", "1", "2", "3"))
+    transfer = Transfer(
+        *families,
+        2,
+        moved,
+        {k: {"kernel": 2 * x, "frozen gradient": x} for k, x in moved.items()},
+        {k: np.ones(4) for k in moved},
+    )
+    return Training(fixed, snapshots, recorded, lambda: transfer, {"c99": "Nothing is left out but this."})
 
 
 def test_everything_holds_on_a_right_implementation(result):
@@ -159,7 +185,8 @@ def test_what_first_order_explains_falls_with_the_distance(result):
 def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
     found, folder = result
     assert {p.name for p in folder.iterdir()} == {
-        "check.json", "pairs.npz", "batch.npz", "T-C1.csv", "T-C2.csv", "T-C3.csv",
+        "check.json", "pairs.npz", "batch.npz", "structure.npz", "transfer.npz",
+        "T-C1.csv", "T-C2.csv", "T-C3.csv", "T-C4.csv",
     }  # fmt: skip
     pairs, batch = np.load(folder / "pairs.npz"), np.load(folder / "batch.npz")
     e, n, m = pairs["delta"].shape
@@ -177,9 +204,114 @@ def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
     )
     saved = json.loads((folder / "check.json").read_text())
     assert saved == json.loads(json.dumps(found))
-    for name in ("T-C1", "T-C2", "T-C3"):
+    for name in ("T-C1", "T-C2", "T-C3", "T-C4"):
         rows = list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
         assert len(rows) == len(saved["tables"][name])
+
+
+def test_groups_with_equal_rewards_move_nothing_though_their_kernel_is_large(result):
+    found, folder = result
+    silent = found["c11"]
+    assert (silent["rows"], silent["silent_rows"], silent["groups"], silent["silent_groups"]) == (
+        15,
+        3,
+        4,
+        1,
+    )  # a fourth was never sampled
+    assert silent["share_of_rollouts"] == pytest.approx(3 / 15)
+    assert silent["change"] == 0
+    assert silent["contribution"] == 0
+    batch = np.load(folder / "batch.npz")
+    quiet = batch["advantage"] == 0
+    assert silent["large_pairs"] == np.sum(np.abs(batch["kernel"][quiet]) > np.median(np.abs(batch["kernel"][~quiet])))
+    assert silent["silent_pairs"] == 3 * PAIRS
+    largest = silent["pairs"][0]
+    assert abs(largest["K"]) == np.abs(batch["kernel"][quiet]).max() > 0
+    assert batch["kernel"][largest["row"], largest["probe"]] == largest["K"]
+    assert largest["change"] == 0
+
+
+def test_a_row_with_an_advantage_that_passed_for_silent_is_caught(world, monkeypatch):
+    state, terms, probe = world
+    rows = jax.tree.map(jnp.asarray, probe.rows[:PAIRS])
+    swept = batch_sweep(state.model, terms[0], rows)
+    monkeypatch.setattr("jaxrl.influence.silent.silent_rows", lambda term: np.arange(15) < 1)
+    found = silent_rows_audit(state.model, swept, rows, 1.0)
+    assert found["change"] > 1e-6
+    assert found["contribution"] > 0
+
+
+def test_rounding_takes_over_at_larger_steps_the_lower_the_precision(result):
+    single, mixed, low = (result[0]["c12"][name] for name, *_ in CASES)
+    for one in (single, mixed, low):
+        assert one["order_lost_below"] >= one["change_lost_below"]
+    assert 1e-7 < single["change_lost_below"] < 1e-4 < mixed["change_lost_below"]
+    assert single["order_lost_below"] < 1e-1
+    at = int(np.argmin(np.abs(np.array(result[0]["c12"]["eta"]) - 1e-2)))
+    assert single["ratio"][at] == pytest.approx(1, abs=0.1)
+    assert single["error"][at] < 1e-2 * mixed["error"][at]
+    assert np.all(np.diff(low["changed"]) <= 0)  # smaller steps change fewer bfloat16 parameters, at last none
+    assert low["changed"][0] > 0
+    assert low["changed"][-1] == 0
+    assert low["ratio"][-1] == 0
+    exact = np.array(result[0]["c12"]["exact_remainder"])
+    assert exact[at] / exact[at + 2] == pytest.approx(100, rel=0.1)  # a decade below: double precision is still exact
+
+
+def test_what_is_known_over_training_is_found_and_what_is_not_is_said(result):
+    found, folder = result
+    assert found["left_out"] == {"c99": "Nothing is left out but this."}
+    assert list(found["c13"]["fixed"]) == ["0", "2"]
+    assert list(found["c13"]["fresh"]) == ["2"]
+    assert found["c13"]["fixed"]["2"] == found["c13"]["fresh"]["2"]  # the same rows
+    assert "preconditioned" not in found["c13"]["fixed"]["0"]
+    assert found["c14"]["step"] == [0, 1, 2]
+    assert found["c15"]["p"]["kernel"]["all"]["fitted"] == pytest.approx(1)
+    assert found["c15"]["p"]["kernel"]["all"]["as it is"] is None  # its scale is not the change's
+    assert found["c15"]["delta_plus"]["frozen gradient"]["across"]["as it is"] == 1
+    held = np.load(folder / "structure.npz")
+    assert held["fixed_cosine"].shape == (2, PAIRS, PAIRS)
+    np.testing.assert_allclose(held["fixed_spectrum"].sum(axis=1), PAIRS)
+    assert held["fresh_spectrum"].shape == (1, PAIRS)
+
+
+def test_blocks_hold_the_means_of_their_pairs_and_intervals_around_them(world, result):
+    state, _, probe = world
+    g = gradient_matrix(state.model, jax.tree.map(jnp.asarray, probe.rows[:PAIRS]))
+    unit = g / np.linalg.norm(g, axis=1, keepdims=True)
+    cosine, uid, right = unit @ unit.T, probe.uid[:PAIRS], probe.correct[:PAIRS]
+    d = np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(saved_diagonal(SPEC, state.opt_state))])
+    scaled = g @ (d[:, None] * g.T)
+    under = scaled / np.sqrt(np.outer(np.diag(scaled), np.diag(scaled)))
+    rows = {r["block"]: r for r in result[0]["tables"]["T-C4"] if (r["probe"], r["step"]) == ("fixed", 2)}
+    pairs = [(i, j) for i in range(PAIRS) for j in range(i)]
+    chosen = {
+        "one prompt": [p for p in pairs if uid[p[0]] == uid[p[1]]],
+        "two prompts": [p for p in pairs if uid[p[0]] != uid[p[1]]],
+        "correct/wrong, two prompts": [p for p in pairs if uid[p[0]] != uid[p[1]] and right[p[0]] != right[p[1]]],
+        "wrong/wrong, one prompt": [p for p in pairs if uid[p[0]] == uid[p[1]] and not (right[p[0]] or right[p[1]])],
+    }
+    for name, block in chosen.items():
+        row, index = rows[name], tuple(np.array(block).T)
+        assert row["pairs"] == len(block) > 0
+        assert row["cosine"] == pytest.approx(cosine[index].mean(), rel=1e-9)
+        assert row["K"] == pytest.approx((g @ g.T)[index].mean(), rel=1e-9)
+        assert row["cosine under D"] == pytest.approx(under[index].mean(), rel=1e-9)
+        assert row["low"] <= row["cosine"] <= row["high"]
+
+
+def test_the_report_draws_what_the_check_found_over_training(result):
+    found, folder = result
+    pictures, notes = check_pictures(folder)
+    assert [p.name for p in pictures] == [
+        "check-remainders", "check-pair-bound", "check-batch-bound", "check-spectra", "check-attribution",
+        "check-heat-map", "check-transfer",
+    ]  # fmt: skip
+    assert notes == ["Nothing is left out but this."]
+    tables = {table.name: table for table in check_tables(found)}
+    assert set(tables) == {"T-C4", "check-precision", "check-silent", "check-transfer"}
+    assert tables["T-C4"].columns == ("probe", "block", "step 0", "step 2")
+    assert [row[0] for row in tables["check-precision"].rows] == [name for name, *_ in CASES]
 
 
 def test_a_wrong_kernel_is_caught(world):

@@ -75,7 +75,9 @@ def transfer_audit(transfer: Transfer) -> dict[str, Any]:
     """C15: scores of every prediction and baseline, for both measures."""
     own = np.array([[f == g for g in transfer.measured] for f in transfer.trained])
     scores = {
-        measure: transfer_scores(transfer.realised[measure], transfer.predicted[measure], transfer.norms[measure], own)
+        measure: transfer_scores(
+            transfer.realised[measure], transfer.predicted[measure], transfer.norms[measure], own, IN_UNITS
+        )
         for measure in MEASURES
     }
     return {"steps": transfer.steps, "trained": transfer.trained, "measured": transfer.measured, **scores}
