@@ -143,6 +143,11 @@ def test_row_tiles_change_nothing(rows):
     close(values[0], expected.values)
     close(norms[0], expected.sq_norms_a)
     close(norms[1], expected.sq_norms_b)
+    itself = gradient_kernel(model, a, a, method="streamed", memory=2 * tiling.BLOCK + 3 * each)
+    expected = gradient_kernel(model, a, a, method="reference")
+    close(itself.values, expected.values)
+    close(itself.sq_norms_a, expected.sq_norms_a)
+    close(itself.sq_norms_b, expected.sq_norms_a)
 
 
 def test_tiles_cover_all_rows_within_what_fits_and_pass_as_few_as_possible():

@@ -11,14 +11,10 @@ from influence_world import along, gradient_matrix, small_model, some_rows
 from train_world import arrays, experiment, use_devices
 
 import jaxrl
+from jaxrl.influence.cost import BLOCK, row_bytes
 from jaxrl.influence.gradients import leaf_names, row_weights
-from jaxrl.influence.sketch import (
-    Sketch,
-    gradient_sketch,
-    leaf_seed,
-    sketch_block,
-    sketch_kernel,
-)
+from jaxrl.influence.hashing import leaf_seed, sketch_block
+from jaxrl.influence.sketch import Sketch, gradient_sketch, sketch_kernel
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.experiment import InfluenceSpec
 from jaxrl.train.sketches import load_sketch, step_sketches, store_sketches
@@ -241,3 +237,23 @@ def test_what_does_not_fit_is_named(world):
         gradient_sketch(model, rows[:0], size=8)
     with pytest.raises(ValueError, match="rows: row 1 has no response token"):
         gradient_sketch(model, Rows(rows.tokens, rows.start, rows.length.at[1].set(3)), size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, {"tied": False, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}])
+def test_sketches_of_streamed_gradients_are_those_of_explicit_ones(kind):
+    """Same hash, whatever the blocks: whole, transposed (the head), only tokens that occur, in row tiles."""
+    model, rows = small_model(**kind), some_rows(6, width=11)
+    explicit = gradient_sketch(model, rows, size=32, method="chunked", temperature=0.7)
+    memory = 2 * BLOCK + 3 * row_bytes(model.config, 11)
+    for limit in (None, memory):
+        streamed = gradient_sketch(model, rows, size=32, method="streamed", temperature=0.7, memory=limit)
+        np.testing.assert_allclose(streamed.values, explicit.values, rtol=0, atol=1e-12 * np.abs(explicit.values).max())
+        np.testing.assert_allclose(streamed.sq_norms, explicit.sq_norms, rtol=1e-12)
+
+
+def test_a_streamed_sketch_refuses_other_scores():
+    with pytest.raises(ValueError, match="method 'streamed' takes a Decoder"):
+        gradient_sketch(small_model(), some_rows(2), size=8, method="streamed", logps=lambda m, r: token_logps(m, r))
+    with pytest.raises(ValueError, match="method: did you mean 'streamed'"):
+        gradient_sketch(small_model(), some_rows(2), size=8, method="stream")

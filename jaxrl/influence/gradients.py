@@ -11,7 +11,7 @@ decoder's ``token_logps``, which forward mode can differentiate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -45,6 +45,12 @@ def row_weights(rows: Rows, normalise: str = "sum", weights: Array | None = None
     if normalise == "sum":
         return mask
     return mask / jnp.maximum(rows.response_length(), 1).astype(mask.dtype)[:, None]
+
+
+@cache
+def at_temperature(temperature: float) -> Logps:
+    """``token_logps`` at a temperature: one function a value, so that compiled programs are found again."""
+    return token_logps if temperature == 1.0 else partial(token_logps, temperature=temperature)
 
 
 def scores(model: Any, rows: Rows, weights: Float[Array, "N L"], logps: Logps = token_logps) -> Float[Array, " N"]:

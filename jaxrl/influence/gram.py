@@ -8,23 +8,19 @@ the very end. KERNEL.md 1 and 5.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
 
+from jaxrl.influence.blocks import HIGHEST, ROWS, Consumer, Place
 from jaxrl.influence.factors import Factor
-from jaxrl.mesh import RULES, partition
 from jaxrl.types import container, wide
-
-HIGHEST = jax.lax.Precision.HIGHEST
-ROWS = ("data", "fsdp")
 
 
 @container
@@ -36,129 +32,56 @@ class Sums:
     sq_a: Float[Array, "S N"]
     sq_b: Float[Array, "S M"]
 
-    @classmethod
-    def zero(cls, devices: int, blocks: int, n: int, m: int, dtype: Any) -> Sums:
-        """Nothing yet."""
-        return cls(*(jnp.zeros((devices, *shape), dtype) for shape in ((blocks, n, m), (n,), (m,))))
-
-    def total(self) -> tuple[Float[Array, "K N M"], Float[Array, " N"], Float[Array, " M"]]:
-        """Over all devices: the one psum."""
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), (self.values, self.sq_a, self.sq_b))
-
 
 @dataclass(frozen=True)
-class Contract:
+class Contract(Consumer):
     """How blocks become sums. ``same``: both sides are the same rows, and only one is computed.
 
-    ``mesh``: None on one device. ``block``: bytes that the blocks of all rows may take at once.
-    ``slots``: for every parameter the block of the kernel that it adds to, one index or one a layer.
-    ``ghost``: parameters of layers whose products are taken token by token instead.
+    ``slots``: for every parameter the block of the kernel, of ``count``, that it adds to, one index or one
+    a layer. ``tokens``: matrices of layers whose products are taken token by token instead ("ghost").
     """
 
     same: bool
-    mesh: Mesh | None
-    block: int
     slots: tuple[tuple[str, int | tuple[int, ...]], ...]
-    ghost: frozenset[str] = field(default_factory=frozenset)
+    count: int
+    tokens: frozenset[str] = frozenset()
 
     @property
-    def devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+    def ghost(self) -> frozenset[str]:
+        return self.tokens
 
-    @property
-    def row_devices(self) -> int:
-        """Devices that rows are split over."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in ROWS)
+    def start(self, n: int, m: int, dtype: Any) -> Sums:
+        devices = 1 if self.mesh is None else self.mesh.size
+        return Sums(*(jnp.zeros((devices, *shape), dtype) for shape in ((self.count, n, m), (n,), (m,))))
 
-    def by_rows(self, tree: Any) -> Any:
-        """Arrays held by rows and by nothing else. Left alone, the partitioner splits hidden states like weights."""
-        if self.mesh is None:
-            return tree
-        rows = NamedSharding(self.mesh, PartitionSpec(ROWS))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), tree)
+    def finish(self, sums: Sums) -> tuple[Float[Array, "K N M"], Float[Array, " N"], Float[Array, " M"]]:
+        """Blocks of the kernel and the squared norms, over all devices: the one psum."""
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), (sums.values, sums.sq_a, sums.sq_b))
 
-    def whole(self, tree: Any, axes: Any) -> Any:
-        """Parameters gathered over the axes that split rows, as a layer needs them; the tensor axis stays split.
-
-        ``axes``: for every array the names of its logical axes.
-        """
-        if self.mesh is None:
-            return tree
-
-        def gather(axes: tuple[str | None, ...], x: Array) -> Array:
-            kept = [None if name is None or set(RULES[name]) & set(ROWS) else name for name in axes]
-            spec = partition(self.mesh, kept, x.shape)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(gather, axes, tree, is_leaf=lambda x: isinstance(x, tuple))
-
-    def slot(self, name: str, layer: Int[Array, ""] | None) -> Any:
-        """Where a parameter (of a layer) adds to the kernel's blocks."""
-        at = dict(self.slots)[name]
-        return at if isinstance(at, int) else jnp.asarray(np.array(at, np.int32))[layer]
+    def slot(self, place: Place) -> Any:
+        """Which of the kernel's blocks a parameter (of a layer) adds to."""
+        at = dict(self.slots)[place.name]
+        return at if isinstance(at, int) else jnp.asarray(np.array(at, np.int32))[place.layer]
 
     def explicit(
-        self, sums: Sums, slot: Any, blocks: tuple[Array, ...], metric: Array | None, tensor: int | None = None
+        self, sums: Sums, place: Place, blocks: tuple[Array, ...], metric: Array | None, tensor: int | None = None
     ) -> Sums:
-        """Add the products of explicit gradients ``[N r c]`` (and ``[M r c]``), weighted by ``metric [r c]``.
-
-        ``tensor``: which axis of the block the mesh's tensor axis splits, if any.
-        """
-        return self._add(_products, sums, slot, blocks, metric, tensor)
+        return self._add(_products, sums, place, blocks, metric, tensor)
 
     def cross(
-        self, sums: Sums, slot: Any, first: tuple[Array, ...], second: tuple[Array, ...], metric: Array | None
+        self, sums: Sums, place: Place, first: tuple[Array, ...], second: tuple[Array, ...], metric: Array | None
     ) -> Sums:
-        """Complete the products of gradients ``first + second`` when those of ``first`` alone have been added."""
-        return self._add(_cross_products, sums, slot, (*first, *second), metric, None)
+        return self._add(_cross_products, sums, place, (*first, *second), metric, None)
 
     def _add(
-        self, part: Any, sums: Sums, slot: Any, blocks: tuple[Array, ...], metric: Any, tensor: int | None
+        self, part: Any, sums: Sums, place: Place, blocks: tuple[Array, ...], metric: Any, tensor: int | None
     ) -> Sums:
-        part = partial(part, same=self.same)
+        part, slot = partial(part, same=self.same), self.slot(place)
         if self.mesh is None:
             return _added(sums, slot, [x[None] for x in part(blocks, metric)])
         return _added(sums, slot, _exchanged(part, self.mesh, blocks, metric, tensor))
 
-    def matrix(
-        self, sums: Sums, slot: Any, factors: tuple[Factor, ...], metric: Array | None, tensor: int | None = None
-    ) -> Sums:
-        """Add the products of ``sum_t a_t b_t^T``, formed in blocks along the axis that is not split."""
-        if tensor == 1:  # inputs are split over the tensor axis: walk along the outputs instead
-            factors = tuple(Factor(f.b, f.a) for f in factors)
-            metric, tensor = None if metric is None else metric.T, 2
-        rows, size = sum(f.a.shape[0] for f in factors), wide(factors[0].a.dtype).itemsize
-        inputs, outputs = factors[0].a.shape[-1], factors[0].b.shape[-1]
-        step = self.block // max(1, rows * outputs * size // self.row_devices)
-        step = self.padded(max(1, min(step, inputs)))
-        count = -(-inputs // step)
-        if count == 1:
-            short = self.padded(inputs) - inputs
-            return self._outer(sums, slot, [(_wider(f.a, short), f.b) for f in factors], _taller(metric, short), tensor)
-        step = self.padded(-(-inputs // count))
-        short = step * count - inputs
-        left, metric = [_wider(f.a, short) for f in factors], _taller(metric, short)
-
-        def body(i: Array, sums: Sums) -> Sums:
-            at = (i * step).astype(jnp.int32)
-            some = [jax.lax.dynamic_slice_in_dim(a, at, step, axis=2) for a in left]
-            scale = None if metric is None else jax.lax.dynamic_slice_in_dim(metric, at, step, axis=0)
-            return self._outer(sums, slot, [(a, f.b) for a, f in zip(some, factors, strict=True)], scale, tensor)
-
-        return jax.lax.fori_loop(0, count, body, sums)
-
-    def _outer(self, sums: Sums, slot: Any, pairs: list[tuple[Array, Array]], metric: Any, tensor: Any) -> Sums:
-        dtype = wide(pairs[0][0].dtype)
-        blocks = [jnp.einsum("nti,nto->nio", a, b, precision=HIGHEST, preferred_element_type=dtype) for a, b in pairs]
-        return self.explicit(sums, slot, tuple(blocks), metric, tensor)
-
-    def vector(self, sums: Sums, slot: Any, vectors: tuple[Array, ...], metric: Array | None) -> Sums:
-        """Add the products of per-row gradients ``[N c]`` of a bias or a gain."""
-        short = self.padded(vectors[0].shape[1]) - vectors[0].shape[1]
-        blocks = tuple(jnp.pad(v, [(0, 0), (0, short)])[:, :, None] for v in vectors)
-        return self.explicit(sums, slot, blocks, None if metric is None else _taller(metric[:, None], short))
-
-    def tokenwise(self, sums: Sums, slot: Any, factors: tuple[Factor, ...]) -> Sums:
+    def tokenwise(self, sums: Sums, place: Place, factors: tuple[Factor, ...]) -> Sums:
         """Add ``sum_{t,t'} (a_t . a'_t')(b_t . b'_t')``: no gradient is formed ("ghost")."""
         one, other = factors[0], factors[-1]
 
@@ -173,11 +96,7 @@ class Contract:
         dtype = wide(one.a.dtype)
         values = jax.lax.map(lambda ab: against(*ab, other), (one.a, one.b))
         squares = [jnp.diagonal(values)] * 2 if self.same else [jax.lax.map(itself, (f.a, f.b)) for f in (one, other)]
-        return _added(sums, slot, [x[None] for x in (values, *squares)])
-
-    def padded(self, length: int) -> int:
-        """``length`` rounded up to what the devices that share rows divide."""
-        return -(-length // self.row_devices) * self.row_devices
+        return _added(sums, self.slot(place), [x[None] for x in (values, *squares)])
 
 
 def _products(blocks: tuple[Array, ...], metric: Array | None, same: bool) -> tuple[Array, Array, Array]:
@@ -235,11 +154,3 @@ def _exchanged(part: Any, mesh: Mesh, blocks: tuple[Array, ...], metric: Array |
 def _added(sums: Sums, slot: Any, found: Any) -> Sums:
     gram, sq_a, sq_b = found
     return Sums(sums.values.at[:, slot].add(gram), sums.sq_a + sq_a, sums.sq_b + sq_b)
-
-
-def _wider(x: Array, short: int) -> Array:
-    return jnp.pad(x, [(0, 0), (0, 0), (0, short)]) if short else x
-
-
-def _taller(metric: Array | None, short: int) -> Array | None:
-    return metric if metric is None or not short else jnp.pad(metric, [(0, short), (0, 0)])

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl.influence.blocks import HIGHEST, Consumer, Place
 from jaxrl.influence.factors import Side
-from jaxrl.influence.gram import HIGHEST, Contract, Sums
 from jaxrl.models.decoder import Decoder
 from jaxrl.types import container, wide
 
@@ -58,7 +58,7 @@ class Scored:
         return jnp.einsum("ntv,ntd->nvd", cotangent, states, precision=HIGHEST)
 
 
-def vocabulary(model: Decoder, contract: Contract, start: Any, size: int) -> tuple[Array, Array, Array]:
+def vocabulary(model: Decoder, consumer: Consumer, start: Any, size: int) -> tuple[Array, Array, Array]:
     """Rows ``start .. start+size`` of the head as ``[size d]``, their ids, and which of them count.
 
     The last chunk is moved back so as to end at the vocabulary's end; what an earlier chunk has had
@@ -68,8 +68,16 @@ def vocabulary(model: Decoder, contract: Contract, start: Any, size: int) -> tup
     limit = model.config.vocab_limit or total
     at = jnp.minimum(start, total - size).astype(jnp.int32)
     ids = at + jnp.arange(size, dtype=jnp.int32)
-    weight = contract.whole(entries(model, at, size), ("vocab", "embed"))
+    weight = consumer.whole(entries(model, at, size), ("vocab", "embed"))
     return weight, ids, (ids >= start) & (ids < limit)
+
+
+def entries_place(model: Decoder, name: str, first: Array) -> Place:
+    """Where a block ``[N v d]`` of the vocabulary from entry ``first`` on lies in ``embed [V d]`` or ``head [d V]``."""
+    c = model.config
+    if name == "embed":
+        return Place(name, None, first * c.hidden_size, (c.hidden_size, 1))
+    return Place(name, None, first, (1, c.vocab_size))
 
 
 def entries(tree: Decoder, at: Array, size: int) -> Float[Array, "size d"]:
@@ -79,7 +87,7 @@ def entries(tree: Decoder, at: Array, size: int) -> Float[Array, "size d"]:
     return jax.lax.dynamic_slice_in_dim(tree.head[...], at, size, axis=1).T
 
 
-def score(model: Decoder, side: Side, states: Float[Array, "N T d"], contract: Contract, chunk: int) -> Scored:
+def score(model: Decoder, side: Side, states: Float[Array, "N T d"], consumer: Consumer, chunk: int) -> Scored:
     """Pass one: the log-partition of every scored position, by running maximum and sum."""
     dtype = wide(states.dtype, model.embed[...].dtype)
     scale = side.weight.astype(dtype) / side.temperature.astype(dtype)
@@ -87,7 +95,7 @@ def score(model: Decoder, side: Side, states: Float[Array, "N T d"], contract: C
 
     def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = carry
-        weight, _, known = vocabulary(model, contract, i * chunk, chunk)
+        weight, _, known = vocabulary(model, consumer, i * chunk, chunk)
         logits = scored.logits(weight, known)
         new = jnp.maximum(top, jnp.max(logits, axis=-1))
         return new, total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[:, :, None]), axis=-1)
@@ -101,19 +109,19 @@ def score(model: Decoder, side: Side, states: Float[Array, "N T d"], contract: C
 def head(
     model: Decoder,
     scored: tuple[Scored, ...],
-    sums: Sums,
-    contract: Contract,
+    sums: Any,
+    consumer: Consumer,
     metric: Decoder | None,
     chunk: int,
     name: str | None,
-) -> tuple[tuple[Float[Array, "N T d"], ...], Sums]:
+) -> tuple[tuple[Float[Array, "N T d"], ...], Any]:
     """Pass two: cotangents of the states, and the products of the head's gradients under ``name`` (None: not yet)."""
 
-    def body(i: Array, carry: tuple[tuple[Array, ...], Sums]) -> tuple[tuple[Array, ...], Sums]:
+    def body(i: Array, carry: tuple[tuple[Array, ...], Any]) -> tuple[tuple[Array, ...], Any]:
         back, sums = carry
-        weight, ids, known = vocabulary(model, contract, i * chunk, chunk)
+        weight, ids, known = vocabulary(model, consumer, i * chunk, chunk)
         cotangents = [s.cotangent(weight, ids, known) for s in scored]
-        back = contract.by_rows(
+        back = consumer.by_rows(
             tuple(
                 b + jnp.einsum("ntv,vd->ntd", ct, weight.astype(ct.dtype))
                 for b, ct in zip(back, cotangents, strict=True)
@@ -121,7 +129,7 @@ def head(
         )
         if name is not None:
             blocks = tuple(s.gradient(ct) for s, ct in zip(scored, cotangents, strict=True))
-            sums = contract.explicit(sums, contract.slot(name, None), blocks, _some(metric, ids), tensor=1)
+            sums = consumer.explicit(sums, entries_place(model, name, ids[0]), blocks, _some(metric, ids), tensor=1)
         return back, sums
 
     zero = tuple(jnp.zeros(s.states.shape, s.scale.dtype) for s in scored)
@@ -132,22 +140,22 @@ def tied_dense(
     model: Decoder,
     scored: tuple[Scored, ...],
     embedded: tuple[Embedded, ...],
-    sums: Sums,
-    contract: Contract,
+    sums: Any,
+    consumer: Consumer,
     metric: Decoder | None,
     chunk: int,
-) -> Sums:
+) -> Any:
     """Pass three over the whole vocabulary: head and embedding gradients added before one product."""
 
-    def body(i: Array, sums: Sums) -> Sums:
-        weight, ids, known = vocabulary(model, contract, i * chunk, chunk)
+    def body(i: Array, sums: Any) -> Any:
+        weight, ids, known = vocabulary(model, consumer, i * chunk, chunk)
         first = ids >= i * chunk  # ids above the vocabulary limit occur in prompts
         blocks = tuple(
             s.gradient(s.cotangent(weight, ids, known))
             + e.rows(ids[0], chunk) * first[None, :, None].astype(e.ct.dtype)
             for s, e in zip(scored, embedded, strict=True)
         )
-        return contract.explicit(sums, contract.slot("embed", None), blocks, _some(metric, ids), tensor=1)
+        return consumer.explicit(sums, entries_place(model, "embed", ids[0]), blocks, _some(metric, ids), tensor=1)
 
     return jax.lax.fori_loop(0, chunks(model, chunk), body, sums)
 
@@ -174,28 +182,28 @@ def occurring(
     scored: tuple[Scored, ...],
     embedded: tuple[Embedded, ...],
     ids: Int[Array, " U"],
-    sums: Sums,
-    contract: Contract,
+    sums: Any,
+    consumer: Consumer,
     metric: Decoder | None,
     chunk: int,
-) -> Sums:
+) -> Any:
     """Products of embedding gradients on the tokens ``ids`` that occur (padded with the vocabulary's size).
 
     A tied matrix also gets the cross products with the head's gradients, whose own product ``head`` has taken.
     """
     limit = model.config.vocab_limit or model.config.vocab_size
-    slot = contract.slot("embed", None)
 
-    def body(i: Array, sums: Sums) -> Sums:
+    def body(i: Array, sums: Any) -> Any:
         at = (i * chunk).astype(jnp.int32)
         some = jax.lax.dynamic_slice_in_dim(ids, at, chunk)
+        place = Place("embed", None, some * model.config.hidden_size, (0, 1))
         scale = None if metric is None else metric.embed[...].at[some].get(mode="fill", fill_value=0)
         of_embedding = tuple(e.rows(at, chunk) for e in embedded)
         if model.head is not None:
-            return contract.explicit(sums, slot, of_embedding, scale)
-        weight = contract.whole(model.embed[...].at[some].get(mode="fill", fill_value=0), (None, "embed"))
+            return consumer.explicit(sums, place, of_embedding, scale)
+        weight = consumer.whole(model.embed[...].at[some].get(mode="fill", fill_value=0), (None, "embed"))
         of_head = tuple(s.gradient(s.cotangent(weight, some, some < limit)) for s in scored)
-        return contract.cross(sums, slot, of_head, of_embedding, scale)
+        return consumer.cross(sums, place, of_head, of_embedding, scale)
 
     return jax.lax.fori_loop(0, ids.shape[0] // chunk, body, sums)
 

@@ -7,7 +7,7 @@ models and for models that are not decoders (``jaxrl.influence.explicit``).
 
 from __future__ import annotations
 
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxrl.errors import nearest
 from jaxrl.influence import explicit, tiling
 from jaxrl.influence.cost import BLOCK, Choice, choose, human, working_memory
 from jaxrl.influence.explicit import Blocks, Found, Job
-from jaxrl.influence.gradients import Logps, fitted, leaf_names, need_rows, row_weights
+from jaxrl.influence.gradients import Logps, at_temperature, fitted, leaf_names, need_rows, row_weights
 from jaxrl.influence.noise import NOISE_ROWS, noise_floor
 from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
@@ -73,47 +73,82 @@ def gradient_kernel(
             raise ValueError(f"{name}: {nearest(value, known)}, got {value!r}")
     need_finite(model)
     given = (_here(rows_a), _here(rows_b))
-    rows = tuple(unpack(r) if isinstance(r, Packed) else r for r in given)
-    need_rows(rows[0], "rows_a", model, responses=True)
-    need_rows(rows[1], "rows_b", model, responses=True)
     pair = weights if isinstance(weights, tuple) else (weights, None)
     heat = temperature if isinstance(temperature, tuple) else (temperature, temperature)
     scorers = logps if isinstance(logps, tuple) else (logps, logps)
-    plain = scorers == (token_logps, token_logps)
-    if not plain and heat != (1.0, 1.0):
-        raise ValueError(f"temperature: {heat} has no meaning beside `logps`; let that function apply it")
-    weighed = tuple(row_weights(r, normalise, w) for r, w in zip(rows, pair, strict=True))
-    same = rows_a is rows_b and pair[0] is pair[1] and scorers[0] is scorers[1] and heat[0] == heat[1]
-    size = sum(x.size for x in jax.tree.leaves(model))
-    dtype = wide(*(x.dtype for x in jax.tree.leaves(model)))
-    memory = working_memory(memory)
-    job = Job(
-        model=model,
-        sides=tuple(zip(rows, weighed, strict=True)),
-        logps=tuple(at_temperature(t) for t in heat) if plain else scorers,
-        diagonal=None if precondition is None else _checked_diagonal(model, precondition),
-        blocks=_block_index(model, blocks),
-        fits=memory // (size * dtype.itemsize),
-        same=same,
-    )
-    decoder = isinstance(model, Decoder)
+    sides = _Sides(given, pair, heat, scorers, normalise, given[0] is given[1])
+    return _kernel(model, sides, method, precondition, blocks, working_memory(memory), noise)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Both sides as they were asked for: rows, weights, temperatures and scorers."""
+
+    given: tuple[Rows | Packed, Rows | Packed]
+    weights: tuple[Array | None, Array | None]
+    temperature: tuple[float, float]
+    logps: tuple[Logps, Logps]
+    normalise: str
+    one: bool
+
+    @property
+    def plain(self) -> bool:
+        """Scored by ``token_logps``."""
+        return self.logps == (token_logps, token_logps)
+
+    @property
+    def same(self) -> bool:
+        """Both sides are the same rows with the same scores."""
+        return (
+            self.one
+            and all(x[0] is x[1] or x[0] == x[1] for x in (self.temperature, self.logps))
+            and self.weights[0] is self.weights[1]
+        )
+
+    def held(self) -> list[str]:
+        """What is not differentiated."""
+        return [f"weights of rows_{side}" for side, w in zip("ab", self.weights, strict=True) if w is not None]
+
+    def job(self, model: Any, metric: Any, blocks: str, memory: int) -> Job:
+        """The same for explicit methods, with packed rows laid out one by one. Raises ``ValueError``."""
+        rows = tuple(unpack(r) if isinstance(r, Packed) else r for r in self.given)
+        for name, side in zip(("rows_a", "rows_b"), rows, strict=True):
+            need_rows(side, name, model, responses=True)
+        if not self.plain and self.temperature != (1.0, 1.0):
+            raise ValueError(f"temperature: {self.temperature} has no meaning beside `logps`; let that apply it")
+        leaves = jax.tree.leaves(model)
+        return Job(
+            model=model,
+            sides=tuple((r, row_weights(r, self.normalise, w)) for r, w in zip(rows, self.weights, strict=True)),
+            logps=tuple(at_temperature(t) for t in self.temperature) if self.plain else self.logps,
+            diagonal=None if metric is None else _checked_diagonal(model, metric),
+            blocks=_block_index(model, blocks),
+            fits=memory // (sum(x.size for x in leaves) * wide(*(x.dtype for x in leaves)).itemsize),
+            same=self.same,
+        )
+
+
+def _kernel(model: Any, sides: _Sides, method: str, metric: Any, blocks: str, memory: int, noise: int | None) -> Kernel:
+    """Choose, compute, and say how."""
+    job, decoder, leaves = sides.job(model, metric, blocks, memory), isinstance(model, Decoder), jax.tree.leaves(model)
+    size, dtype = sum(x.size for x in leaves), wide(*(x.dtype for x in leaves))
     choice = Choice(method, "asked for")
     if method == "auto":
-        choice = choose(size, dtype.itemsize, sum(job.size), memory, decoder=decoder, plain=plain)
-    parts, norms, how = _computed(job, choice, given, heat, memory, decoder and plain)
+        choice = choose(size, dtype.itemsize, sum(job.size), memory, decoder=decoder, plain=sides.plain)
+    parts, norms, how = _computed(job, choice, sides, memory, decoder and sides.plain)
     if noise is None:
         noise = 0 if dtype == jnp.float64 else NOISE_ROWS
-    held = [f"weights of rows_{side}" for side, w in zip("ab", pair, strict=True) if w is not None]
+    held, total = sides.held(), parts.sum(axis=0)
     return Kernel(
-        values=jnp.asarray(parts.sum(axis=0), dtype),
+        values=jnp.asarray(total, dtype),
         method=choice.method,
         dtype=dtype.name,
-        normalise="weights" if held else normalise,
+        normalise="weights" if held else sides.normalise,
         sq_norms_a=jnp.asarray(norms[0], dtype),
         sq_norms_b=jnp.asarray(norms[1], dtype),
         blocks=None if blocks == "total" else _named(job.blocks[0], parts, dtype),
-        noise=noise_floor(job, choice.method, parts.sum(axis=0), norms, noise) if noise else None,
-        held_fixed=tuple(held if precondition is None else [*held, "precondition"]),
+        noise=noise_floor(job, choice.method, total, norms, noise) if noise else None,
+        held_fixed=tuple(held if metric is None else [*held, "precondition"]),
         compute=model.config.dtype if decoder else dtype.name,
         why="; ".join(x for x in (choice.why, how) if x),
     )
@@ -129,7 +164,7 @@ def compiled_kernel(
 
 
 def _computed(
-    job: Job, choice: Choice, given: tuple[Any, Any], heat: tuple[float, float], memory: int, streams: bool
+    job: Job, choice: Choice, asked: _Sides, memory: int, streams: bool
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], str]:
     """Blocks, squared norms, and what the method has to say of how it went about it."""
     if choice.method not in ("streamed", "ghost"):
@@ -144,7 +179,9 @@ def _computed(
         )
     if choice.method == "ghost" and job.diagonal is not None:
         raise ValueError("method 'ghost' forms no gradients, so a diagonal `precondition` has no place; use 'streamed'")
-    sides = tuple((to_host(r), to_host(w), t) for r, (_, w), t in zip(given, job.sides, heat, strict=True))
+    sides = tuple(
+        (to_host(r), to_host(w), t) for r, (_, w), t in zip(asked.given, job.sides, asked.temperature, strict=True)
+    )
     streaming = tiling.Streaming(
         job.model, sides[: 1 if job.same else 2], job.diagonal, job.blocks, memory,
         ghost=True if choice.method == "ghost" else None,
@@ -163,12 +200,6 @@ def _how(job: tiling.Streaming) -> str:
     if contract.mesh is not None:
         said.append("on a mesh of " + " x ".join(f"{name}={size}" for name, size in contract.mesh.shape.items()))
     return "; ".join(said)
-
-
-@cache
-def at_temperature(temperature: float) -> Logps:
-    """``token_logps`` at a temperature: one function a value, so that compiled programs are found again."""
-    return token_logps if temperature == 1.0 else partial(token_logps, temperature=temperature)
 
 
 def need_finite(model: Any) -> None:

@@ -11,7 +11,6 @@ as they stream by, and sketches of other steps and runs of the same architecture
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,15 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float
 
-from jaxrl.influence.gradients import Logps, leaf_names, need_rows, row_gradients, row_weights
+from jaxrl.errors import nearest
+from jaxrl.influence.cost import choose, working_memory
+from jaxrl.influence.gradients import Logps, at_temperature, leaf_names, need_rows, row_gradients, row_weights
+from jaxrl.influence.hashing import check_size, leaf_seed, sketch_block
+from jaxrl.influence.sketching import streamed_sketch
 from jaxrl.mesh import to_host
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows, container, wide
 
 SEED = 0  # the one hash of every run that names no other
-MEMORY = 1 << 30  # bytes of per-row gradients held at once
+METHODS = ("auto", "streamed", "chunked")
 NORMAL_95 = 1.959963984540054
 
 
@@ -97,26 +101,42 @@ def gradient_sketch(
     seed: int = SEED,
     normalise: str = "sum",
     weights: Array | None = None,
-    memory: int = MEMORY,
+    temperature: float = 1.0,
+    method: str = "auto",
+    memory: int | None = None,
     logps: Logps = token_logps,
 ) -> Sketch:
     """Sketches of the gradients of ``rows``, ``size`` numbers each in at least float32.
 
-    ``memory`` bounds the bytes of gradients that exist at once, of one row at least; the other arguments are those of
-    ``gradient_kernel``. Raises ``ValueError`` when there are no rows, one has no response, or ``size`` is below 1.
+    ``method``: ``streamed`` (a decoder, layer by layer), ``chunked`` (explicit gradients, a tile of rows at a
+    time) or ``auto`` as in ``gradient_kernel``, whose arguments the others are. Raises ``ValueError`` when there
+    are no rows, one has no response, or ``size`` is below 1.
     """
     need_rows(rows, "rows", model, responses=True)
-    _check_size(size)
+    check_size(size)
+    if method not in METHODS:
+        raise ValueError(f"method: {nearest(method, METHODS)}, got {method!r}")
     weight = row_weights(rows, normalise, weights)
-    leaves = jax.tree.leaves(model)
+    said = normalise if weights is None else "weights"
+    leaves, memory = jax.tree.leaves(model), working_memory(memory)
     n, parameters = rows.start.shape[0], sum(x.size for x in leaves)
-    tile = min(n, max(1, memory // (parameters * wide(*(x.dtype for x in leaves)).itemsize)))
+    item, streams = wide(*(x.dtype for x in leaves)).itemsize, isinstance(model, Decoder) and logps is token_logps
+    if method == "streamed" and not streams:
+        raise ValueError("method 'streamed' takes a Decoder scored by token_logps; for other models use 'chunked'")
+    if method == "auto" and choose(parameters, item, n, memory, decoder=streams, plain=streams).method == "streamed":
+        method = "streamed"
+    if method == "streamed":
+        found = streamed_sketch(model, rows, weight, size=size, seed=seed, temperature=temperature, memory=memory)
+        return Sketch(*found, seed, said, parameters)
+    if logps is token_logps:
+        logps = at_temperature(temperature)
+    tile = min(n, max(1, memory // (parameters * item)))
     found = []
     for low in range(0, n, tile):
         index = np.minimum(np.arange(low, low + tile), n - 1)  # one program: the last tile is filled up with a row
         found.append(to_host(_tile(model, rows[index], weight[index], size, seed, logps)))
     values, norms = (np.concatenate(x)[:n] for x in zip(*found, strict=True))
-    return Sketch(values, norms, seed, normalise if weights is None else "weights", parameters)
+    return Sketch(values, norms, seed, said, parameters)
 
 
 @partial(jax.jit, static_argnames=("size", "seed", "logps"))
@@ -150,76 +170,3 @@ def sketch_gradients(gradients: Any, seed: int, size: int) -> Float[Array, "N si
         depth = leaf.shape[1]
         total, _ = jax.lax.scan(body, total, (jnp.moveaxis(leaf, 1, 0), jnp.arange(depth, dtype=jnp.int32)))
     return total
-
-
-def sketch_block(
-    block: Float[Array, "n r c"],
-    *,
-    leaf_seed: int | np.uint32 | UInt32[Array, ""],
-    layer: int | Int[Array, ""] = 0,
-    offset: int | Int[Array, ""] | Int[Array, " r"] = 0,
-    strides: tuple[int, int] | None = None,
-    size: int,
-) -> Float[Array, "n size"]:
-    """What ``r * c`` coordinates of one parameter add to the sketches of n rows, in at least float32.
-
-    ``block[:, i, j]`` is the coordinate with flat index ``offset + i * strides[0] + j * strides[1]`` in the (layer's)
-    parameter; ``strides`` default to ``(c, 1)``, whole rows of a matrix. An array ``offset [r]`` holds the index of
-    every row's first coordinate instead. The parts of any tiling add up to the sketch of the whole. ``leaf_seed`` is
-    ``leaf_seed(seed, name)``. A parameter's layer must hold fewer than 2**32 coordinates.
-    """
-    _check_size(size)
-    keys, start = _key(leaf_seed, layer), _uint32(offset)
-    return _block(block, keys, start, strides or (block.shape[2], 1), size)
-
-
-@partial(jax.jit, static_argnames=("strides", "size"))
-def _block(
-    block: Array, keys: tuple[Array, Array], start: UInt32[Array, "*r"], strides: tuple[int, int], size: int
-) -> Float[Array, "n size"]:
-    n, r, c = block.shape
-    if start.ndim == 0:
-        start = start + jnp.arange(r, dtype=jnp.uint32) * jnp.uint32(strides[0])
-    flat = start[:, None] + (jnp.arange(c, dtype=jnp.uint32) * jnp.uint32(strides[1]))[None, :]
-    bucket, negative = _hash(flat.reshape(-1), keys, size)
-    values = block.reshape(n, r * c).astype(wide(block.dtype))
-    signed = jnp.where(negative[None], -values, values)
-    # one scattered row of n numbers a coordinate is several times faster than n scattered numbers
-    return jnp.zeros((size, n), signed.dtype).at[bucket].add(signed.T).T
-
-
-def leaf_seed(seed: int, name: str) -> np.uint32:
-    """32 bits for one parameter of one hash. ``name`` as by ``leaf_names``: ``embed``, ``layers.q``."""
-    return np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "<u4")[0]
-
-
-def _key(leaf_seed: int | np.uint32 | Array, layer: int | Array) -> tuple[Array, Array]:
-    """One key for each of the two rounds."""
-    key = _mix(_uint32(leaf_seed) + _uint32(layer) * jnp.uint32(0x9E3779B9))
-    return key, _mix(key ^ jnp.uint32(0x85EBCA6B))
-
-
-def _hash(flat: UInt32[Array, " p"], keys: tuple[Array, Array], size: int) -> tuple[Int[Array, " p"], Array]:
-    """Bucket and sign (True: minus) of coordinates.
-
-    One keyed round would give two parameters the same hash up to an exclusive-or of the index, so their
-    coordinates would collide in pairs; the second key breaks that.
-    """
-    bits = _mix(_mix(flat ^ keys[0]) ^ keys[1])
-    return ((bits >> 1) % jnp.uint32(size)).astype(jnp.int32), (bits & 1) == 1
-
-
-def _mix(x: UInt32[Array, "*p"]) -> UInt32[Array, "*p"]:
-    """A bijection of 32 bits in which every bit depends on all (Wellons' lowbias32)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def _uint32(x: int | np.uint32 | Array) -> UInt32[Array, "*r"]:
-    return x.astype(jnp.uint32) if isinstance(x, jax.Array) else jnp.asarray(x, jnp.uint32)
-
-
-def _check_size(size: int) -> None:
-    if not 1 <= size < 2**31:
-        raise ValueError(f"size: expected at least 1 number a row (intervals narrow as one over its root), got {size}")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxrl.errors import OutOfMemory
+from jaxrl.influence.blocks import Consumer
 from jaxrl.influence.cost import BLOCK, CHUNK, ghost_leaves, human, row_bytes, tiles
 from jaxrl.influence.explicit import Blocks, Found
 from jaxrl.influence.factors import Side
@@ -31,7 +32,8 @@ class Streaming:
     """One kernel to stream. ``sides``: rows with weights and temperature, one of them when both are the same.
 
     ``ghost``: None for the cost rule, else all or no matrices token by token. ``dense``: head and embedding
-    of a tied matrix over the whole vocabulary, None for the cheaper way.
+    of a tied matrix over the whole vocabulary, None for the cheaper way. ``block``: bytes of per-row gradients
+    at a time, an eighth of ``memory`` at most. ``chunk``: vocabulary entries at a time.
     """
 
     model: Decoder
@@ -43,6 +45,9 @@ class Streaming:
     dense: bool | None = None
     block: int = BLOCK
     chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", min(self.block, max(self.memory // 8, 1)))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -65,7 +70,7 @@ class Streaming:
         found = [rounded(int(np.asarray(rows.length).max()), rows.tokens.shape[1]) for rows, *_ in self.sides]
         return found[0], found[-1]
 
-    def contract(self) -> Contract:
+    def contract(self, same: bool | None = None) -> Contract:
         """How products are taken: token by token where that is cheaper, which needs one device and no metric."""
         n, m = self.size
         simple = self.mesh is None and self.metric is None
@@ -73,7 +78,7 @@ class Streaming:
         if self.ghost:
             ghost = frozenset(PROJECTIONS)
         slots = tuple(zip(leaf_names(self.model), self.blocks[1], strict=True))
-        return Contract(self.same, self.mesh, self.block, slots, ghost)
+        return Contract(self.mesh, self.block, self.same if same is None else same, slots, len(self.blocks[0]), ghost)
 
 
 def streamed(job: Streaming) -> Found:
@@ -85,10 +90,10 @@ def streamed(job: Streaming) -> Found:
     tile_a, tile_b = tile_sizes(job)
     names = job.blocks[0]
     out, norms = np.zeros((len(names), n, m)), (np.zeros(n), np.zeros(m))
-    for a, rows_a in _tiles(job.sides[0], tile_a):
-        for b, rows_b in _tiles(job.sides[-1], tile_b):
+    for a, rows_a in row_tiles(job.sides[0], tile_a):
+        for b, rows_b in row_tiles(job.sides[-1], tile_b):
             sides = (rows_a,) if job.same and (tile_a, tile_b) == (n, m) else (rows_a, rows_b)
-            values, sq_a, sq_b = _run(job, sides)
+            values, sq_a, sq_b = run(job, sides, job.contract(len(sides) == 1))
             out[:, a, b] = values[:, : a.stop - a.start, : b.stop - b.start]
             norms[0][a], norms[1][b] = sq_a[: a.stop - a.start], sq_b[: b.stop - b.start]
     return out, norms
@@ -110,7 +115,7 @@ def tile_sizes(job: Streaming) -> tuple[int, int]:
     return tiles(n, m, int(fits), job.same)
 
 
-def _tiles(side: tuple[Any, Array, float], size: int) -> Iterator[tuple[slice, tuple[Any, Array, float]]]:
+def row_tiles(side: tuple[Any, Array, float], size: int) -> Iterator[tuple[slice, tuple[Any, Array, float]]]:
     """Slices of a side; the last tile is filled up with the last row."""
     rows, weights, temperature = side
     n = len(rows.start)
@@ -122,9 +127,10 @@ def _tiles(side: tuple[Any, Array, float], size: int) -> Iterator[tuple[slice, t
         yield slice(low, min(low + size, n)), (rows[index], weights[index], temperature)
 
 
-def _run(job: Streaming, sides: tuple[tuple[Any, Array, float], ...]) -> Any:
+def run(job: Streaming, sides: tuple[tuple[Any, Array, float], ...], consumer: Consumer) -> Any:
+    """One pass over a tile; numpy arrays on every process. Raises ``OutOfMemory``."""
     try:
-        return to_host(jax.block_until_ready(stream(*arguments(job, sides))))
+        return to_host(jax.block_until_ready(stream(*arguments(job, sides, consumer))))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
             raise
@@ -137,9 +143,11 @@ def _run(job: Streaming, sides: tuple[tuple[Any, Array, float], ...]) -> Any:
         ) from error
 
 
-def arguments(job: Streaming, sides: tuple[tuple[Any, Array, float], ...]) -> tuple[Any, ...]:
+def arguments(
+    job: Streaming, sides: tuple[tuple[Any, Array, float], ...], consumer: Consumer | None = None
+) -> tuple[Any, ...]:
     """What ``stream`` takes for these sides: on the mesh, with rows filled up to what its devices divide."""
-    contract = job.contract()
+    contract = consumer or job.contract()
     plain = tuple(side_of(to_host(rows), to_host(weights), temperature) for rows, weights, temperature in sides)
     entries, listed, ids = listing(job, plain)
     if contract.mesh is not None:
@@ -149,7 +157,7 @@ def arguments(job: Streaming, sides: tuple[tuple[Any, Array, float], ...]) -> tu
     chunk = min(job.chunk, vocab)
     if contract.mesh is not None:  # a chunk is shared by all devices
         chunk = max(contract.mesh.size, chunk // contract.mesh.size * contract.mesh.size)
-    plan = Plan(contract, len(job.blocks[0]), chunk, listed)
+    plan = Plan(contract, chunk, listed)
     return job.model, plain, entries, ids, job.metric, plan
 
 
@@ -165,7 +173,7 @@ def listing(job: Streaming, sides: tuple[Side, ...]) -> tuple[tuple[Array, ...],
     return entries, at_once, jnp.pad(ids, (0, short), constant_values=vocab)
 
 
-def _filled(side: Side, entry: Array, contract: Contract) -> tuple[Side, Array]:
+def _filled(side: Side, entry: Array, contract: Consumer) -> tuple[Side, Array]:
     """Rows of weight 0 up to a multiple of the devices that share rows, everything on the mesh."""
     short = -side.count % contract.row_devices
 

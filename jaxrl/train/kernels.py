@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxrl.influence.batch import coefficients
-from jaxrl.influence.kernels import at_temperature, gradient_kernel
+from jaxrl.influence.gradients import at_temperature
+from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
 from jaxrl.rl.losses import TokenLoss

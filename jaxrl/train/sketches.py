@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.influence.kernels import at_temperature
 from jaxrl.influence.sketch import Sketch, gradient_sketch
 from jaxrl.models.decoder import Decoder
 from jaxrl.train.arrays import ArrayStore
@@ -33,7 +32,7 @@ def step_sketches(
     found = {"probe_sketch": (gradient_sketch(model, probe[followed], size=size), followed)}
     if len(chosen):
         slots = np.resize(chosen, min(rows, len(batch.weight)))  # one length, so that there is one program
-        trained = gradient_sketch(model, batch.rows[slots], size=size, logps=at_temperature(temperature))
+        trained = gradient_sketch(model, batch.rows[slots], size=size, temperature=temperature)
         found["sketch"] = (jax.tree.map(lambda x: x[: len(chosen)], trained), chosen)
     return found
 
