@@ -42,7 +42,7 @@ EXPECTED = {
 
 
 def check(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """Run C1 to C10; write ``check.json``, tables (CSV) and figures (PNG). Exit code 3 when something fails."""
+    """Run C1 to C15; write ``check.json``, tables (CSV) and figures (PNG). Exit code 3 when something fails."""
     model = arguments.model
     if not is_run(model) and arguments.probe is None:
         raise UsageError(f"{model}: not a run folder; a model is checked on solutions, give them with --probe FILE")
@@ -52,6 +52,8 @@ def check(arguments: argparse.Namespace) -> Mapping[str, Any]:
     draw(out)
     whole = json.loads((out / "check.json").read_text())
     result = {"holds": whole["ok"], "kernel check": found, "expected": EXPECTED, "out": str(out)}
+    if whole["left_out"]:
+        result["left out"] = whole["left_out"]
     if not whole["ok"]:
         failed = "; ".join(whole["failures"])
         raise DoesNotHold(f"{model}: the check does not hold: {failed} (see {out / 'check.json'})", result)
@@ -94,7 +96,7 @@ def finish_check(child: subprocess.Popen[bytes], out: pathlib.Path) -> dict[str,
 
 
 def draw(out: pathlib.Path) -> None:
-    """Figures F-C1 to F-C3 beside the tables."""
+    """Figures F-C1 to F-C7 beside the tables, as far as there is something to draw."""
     pictures, _ = check_pictures(out)
     for picture in pictures:
         write(out / f"{picture.name}.png", picture.png)

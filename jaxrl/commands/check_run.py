@@ -143,7 +143,7 @@ def fresh_probe(
     Sampled in the shape of a training step, at temperature 1, with a key that is the same at all steps.
     """
     spec, task = run.experiment.rollout, run.setup.task
-    prompts = some_prompts(fixed, spec.prompts, fixed.rows.tokens.shape[1] - spec.max_new_tokens)
+    prompts = some_prompts(fixed, spec.prompts, task.pools["train"].width)
     rollouts = generate(
         model,
         collector.place(prompts),
@@ -164,12 +164,14 @@ def fresh_probe(
 
 
 def some_prompts(fixed: Labelled, count: int, width: int) -> Prompts:
-    """At most ``count`` prompts, evenly spread over the fixed probe."""
+    """At most ``count`` prompts, evenly spread over the fixed probe, padded to ``width`` or the longest."""
     first = np.unique(fixed.uid, return_index=True)[1]
     at = first[np.linspace(0, len(first) - 1, min(count, len(first))).round().astype(int)]
-    start, tokens = np.asarray(fixed.rows.start)[at], np.asarray(fixed.rows.tokens)[at, :width]
-    tokens = np.where(np.arange(width)[None, :] < start[:, None], tokens, 0)
-    return Prompts(tokens.astype(np.int32), start.astype(np.int32), fixed.uid[at].astype(np.int32))
+    start, rows = np.asarray(fixed.rows.start)[at], np.asarray(fixed.rows.tokens)[at]
+    tokens = np.zeros((len(at), max(width, int(start.max()))), np.int32)
+    for row, source, n in zip(tokens, rows, start, strict=True):
+        row[:n] = source[:n]
+    return Prompts(tokens, start.astype(np.int32), fixed.uid[at].astype(np.int32))
 
 
 def recorded_steps(folder: pathlib.Path) -> tuple[dict[str, np.ndarray] | None, str]:

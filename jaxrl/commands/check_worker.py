@@ -11,6 +11,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,28 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--probe", type=pathlib.Path)
     a = parser.parse_args(argv)
     try:
-        probe = None if a.probe is None else load_probe(a.probe)
-        case = (
-            of_run(pathlib.Path(a.model), a.step, probe, a.pairs)
-            if is_run(a.model)
-            else of_model(a.model, probe, a.pairs)
-        )
-        check_model(
-            case.model,
-            case.optimiser,
-            case.opt_state,
-            case.terms,
-            case.probe,
-            reference=case.reference,
-            temperature=case.temperature,
-            total=case.total,
-            pairs=a.pairs,
-            group_size=case.group_size,
-            enumerated=case.enumerated,
-            later=case.later,
-            training=case.training,
-            out=a.out,
-        )
+        with ExitStack() as open_things:
+            probe = None if a.probe is None else load_probe(a.probe)
+            if is_run(a.model):
+                case = of_run(pathlib.Path(a.model), a.step, probe, a.pairs, open_things)
+            else:
+                case = of_model(a.model, probe, a.pairs)
+            check_case(case, a.pairs, a.out)
     except (JaxrlError, OSError, ValueError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
@@ -101,17 +87,38 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None, pairs: int) -> Case:
-    """A run's checkpoint in double precision, and the batch that it would train on next."""
+def check_case(case: Case, pairs: int, out: pathlib.Path) -> None:
+    """Run everything and write the folder."""
+    check_model(
+        case.model,
+        case.optimiser,
+        case.opt_state,
+        case.terms,
+        case.probe,
+        reference=case.reference,
+        temperature=case.temperature,
+        total=case.total,
+        pairs=pairs,
+        group_size=case.group_size,
+        enumerated=case.enumerated,
+        later=case.later,
+        training=case.training,
+        out=out,
+    )
+
+
+def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None, pairs: int, open_things: ExitStack) -> Case:
+    """A run's checkpoint in double precision, and the batch that it would train on next.
+
+    Its task stays open until ``open_things`` are closed: later parts of the check sample and grade.
+    """
     run = open_run(folder, step)
+    open_things.callback(run.setup.task.close)
     x, setup = run.experiment, run.setup
     model, reference = double(run.state.model), double(setup.reference)
     rollout = replace(x.rollout, log_greedy=False)  # greedy answers are sampled where a piece needs them only
     collector = Collector(setup.task, x.algorithm, rollout, x.reward, x.optimiser.microbatch)
-    try:
-        collected = collector(model, reference, setup.root, run.step)
-    finally:
-        setup.task.close()
+    collected = collector(model, reference, setup.root, run.step)
     probe = probe or load_probe(folder / "probe.npz")
     return Case(
         model=model,
