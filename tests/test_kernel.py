@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from influence_world import along, flat, gradient_matrix, row_scores, small_model, some_rows
 
-from jaxrl.influence import explicit
+from jaxrl.errors import OutOfMemory
+from jaxrl.influence import explicit, tiling
 from jaxrl.influence.gradients import one_gradient, predicted_change, row_gradients, row_weights, second_order
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.models.decoder import cast, init_model, with_config
@@ -331,3 +332,42 @@ def test_row_gradients_do_not_depend_on_the_remat_policy(world):
     model, a, b, expected = world
     assert_close(gradient_kernel(with_config(model, remat="dots"), a, b).values, expected)
     assert token_logps(model, a).dtype == jnp.float64
+
+
+def test_the_noise_floor_is_what_a_second_computation_shows_and_marks_signs_below_it(world):
+    """bf16 passes err far more than float32 ones; double precision has no floor measured."""
+    model, a, b, expected = world
+    single = small_model(dtype="float32")
+    floors = {}
+    for name in ("float32", "bfloat16"):
+        kernel = gradient_kernel(with_config(single, dtype=name), a, b)
+        assert (kernel.dtype, kernel.compute, kernel.precision) == ("float32", name, "highest")
+        error = np.abs(np.asarray(kernel.values) - expected)[np.ix_([0, 5], [0, 5])]
+        scale = np.sqrt(np.outer(np.asarray(kernel.sq_norms_a), np.asarray(kernel.sq_norms_b)))[np.ix_([0, 5], [0, 5])]
+        assert kernel.noise == pytest.approx(np.max(error / scale), rel=0.5, abs=1e-6)
+        np.testing.assert_array_equal(kernel.unsure(), np.abs(kernel.cosine()) <= kernel.noise)
+        floors[name] = kernel.noise
+    assert floors["bfloat16"] > 30 * floors["float32"]
+    assert floors["float32"] < 1e-5
+    exact = gradient_kernel(model, a, b)
+    assert exact.noise is None
+    assert not np.any(exact.unsure())
+    assert gradient_kernel(single, a, b, noise=0).noise is None
+
+
+def test_running_out_of_memory_names_tiles_that_fit(world, monkeypatch):
+    model, a, b, _ = world
+
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    monkeypatch.setattr(tiling, "stream", full)
+    with pytest.raises(
+        OutOfMemory, match=r"no room for 6 x 6 rows of 8 tokens .* tiles of 3 x 3 take half: memory=(\d+)"
+    ) as found:
+        gradient_kernel(model, a, b, method="streamed")
+    monkeypatch.undo()
+    memory = int(str(found.value).rsplit("=", 1)[1])
+    kernel = gradient_kernel(model, a, b, method="streamed", memory=memory)
+    assert "tiles of 3 x 3 rows" in kernel.why
+    assert found.value.exit_code == 3

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from influence_world import VOCAB, flat, gradient_matrix, small_model, some_rows
+from influence_world import VOCAB, along, flat, gradient_matrix, row_scores, small_model, some_rows
 
 from jaxrl.influence import head, tiling
 from jaxrl.influence.cost import ghost_leaves, row_bytes, tiles
-from jaxrl.influence.gradients import leaf_names, row_weights
+from jaxrl.influence.gradients import leaf_names, one_gradient, row_weights
 from jaxrl.influence.kernels import _block_index, compiled_kernel, gradient_kernel
+from jaxrl.influence.slopes import fit_slope
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import abstract_model, cast, init_model, with_config
 from jaxrl.models.packing import pack, unpack
@@ -143,7 +144,7 @@ def test_row_tiles_change_nothing(rows):
     close(values[0], expected.values)
     close(norms[0], expected.sq_norms_a)
     close(norms[1], expected.sq_norms_b)
-    itself = gradient_kernel(model, a, a, method="streamed", memory=2 * tiling.BLOCK + 3 * each)
+    itself = gradient_kernel(model, a, a, method="streamed", memory=4 * each)
     expected = gradient_kernel(model, a, a, method="reference")
     close(itself.values, expected.values)
     close(itself.sq_norms_a, expected.sq_norms_a)
@@ -265,3 +266,22 @@ def test_the_gradients_behind_the_kernel_are_those_of_the_definition():
     expected = (gradient_matrix(model, a) * flat(diagonal)) @ gradient_matrix(model, b).T
     close(gradient_kernel(model, a, b, method="streamed", precondition=diagonal).values, expected)
     assert VOCAB == model.config.vocab_size
+
+
+def test_remainders_of_steps_along_a_row_fall_with_the_square_and_the_cube_of_the_step():
+    """What is left of the change after eta A K: slope 2 one-sided, slope 3 of central differences."""
+    model, (a, b) = small_model(tied=False), rows_of_two_widths()
+    kernel = np.asarray(gradient_kernel(model, a[:1], b, method="streamed").values)[0]
+    gradient = one_gradient(model, a[0], row_weights(a)[0])
+    scale, before = 0.7, np.asarray(row_scores(model, b))
+    eta = 10 ** np.arange(-8.0, -2.9, 0.5)
+    moved = [
+        np.stack([np.asarray(row_scores(along(model, gradient, sign * scale * e), b)) for e in eta]) for sign in (1, -1)
+    ]
+    predicted = eta[:, None] * scale * kernel
+    one_sided = fit_slope(eta, moved[0] - before - predicted, predicted, before)
+    central = fit_slope(eta, (moved[0] - moved[1]) / 2 - predicted, predicted, before)
+    assert one_sided.value == pytest.approx(2.00, abs=0.02)
+    assert central.value == pytest.approx(3.00, abs=0.05)
+    wrong = fit_slope(eta, moved[0] - before - 1.01 * predicted, predicted, before)
+    assert not abs(wrong.value - 2) <= 0.02

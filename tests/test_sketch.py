@@ -11,7 +11,7 @@ from influence_world import along, gradient_matrix, small_model, some_rows
 from train_world import arrays, experiment, use_devices
 
 import jaxrl
-from jaxrl.influence.cost import BLOCK, row_bytes
+from jaxrl.influence.cost import row_bytes
 from jaxrl.influence.gradients import leaf_names, row_weights
 from jaxrl.influence.hashing import leaf_seed, sketch_block
 from jaxrl.influence.sketch import Sketch, gradient_sketch, sketch_kernel
@@ -245,7 +245,7 @@ def test_sketches_of_streamed_gradients_are_those_of_explicit_ones(kind):
     """Same hash, whatever the blocks: whole, transposed (the head), only tokens that occur, in row tiles."""
     model, rows = small_model(**kind), some_rows(6, width=11)
     explicit = gradient_sketch(model, rows, size=32, method="chunked", temperature=0.7)
-    memory = 2 * BLOCK + 3 * row_bytes(model.config, 11)
+    memory = 4 * row_bytes(model.config, 11)  # room for three rows
     for limit in (None, memory):
         streamed = gradient_sketch(model, rows, size=32, method="streamed", temperature=0.7, memory=limit)
         np.testing.assert_allclose(streamed.values, explicit.values, rtol=0, atol=1e-12 * np.abs(explicit.values).max())

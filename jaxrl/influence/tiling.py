@@ -110,9 +110,14 @@ def tile_sizes(job: Streaming) -> tuple[int, int]:
     if fits < 2:
         raise ValueError(
             f"memory: {human(job.memory)} hold {max(fits, 0)} rows of {max(job.widths())} tokens at {human(each)} each "
-            f"beside blocks of {human(2 * job.block)}; two are needed: give at least {human(2 * each + 2 * job.block)}"
+            f"beside blocks of {human(2 * job.block)}; two are needed: memory={memory_for(2, each)} is enough"
         )
     return tiles(n, m, int(fits), job.same)
+
+
+def memory_for(rows: int, each: int) -> int:
+    """The least ``memory`` in which ``rows`` rows of ``each`` bytes fit beside the blocks."""
+    return min(-(-4 * rows * each // 3) + 8, rows * each + 2 * BLOCK)
 
 
 def row_tiles(side: tuple[Any, Array, float], size: int) -> Iterator[tuple[slice, tuple[Any, Array, float]]]:
@@ -139,7 +144,7 @@ def run(job: Streaming, sides: tuple[tuple[Any, Array, float], ...], consumer: C
         each = row_bytes(job.model.config, max(job.widths()))
         raise OutOfMemory(
             f"the device has no room for {rows[0]} x {rows[-1]} rows of {max(job.widths())} tokens (about "
-            f"{human(each * sum(rows))}); tiles of {a} x {b} take half: memory={(a + b) * each + 2 * job.block}"
+            f"{human(each * sum(rows))}); tiles of {a} x {b} take half: memory={memory_for(a + b, each)}"
         ) from error
 
 
