@@ -117,22 +117,22 @@ class Consumer:
     ) -> Any:
         """Fold in ``sum_t a_t b_t^T``, formed in blocks along the axis that is not split."""
         if tensor == 1:  # inputs are split over the tensor axis: walk along the outputs instead
-            factors = tuple(Factor(f.b, f.a) for f in factors)
+            factors = tuple(Factor(f.b, f.inputs) for f in factors)
             metric, tensor = None if metric is None else metric.T, 2
             place = dataclasses.replace(place, strides=place.strides[::-1])
-        rows, size = sum(f.a.shape[0] for f in factors), wide(factors[0].a.dtype).itemsize
-        inputs, outputs = factors[0].a.shape[-1], factors[0].b.shape[-1]
+        rows, size = sum(f.inputs.shape[0] for f in factors), wide(factors[0].inputs.dtype).itemsize
+        inputs, outputs = factors[0].inputs.shape[-1], factors[0].b.shape[-1]
         step = self.block // max(1, rows * outputs * size // self.row_devices)
         step = self.padded(max(1, min(step, inputs)))
         count = -(-inputs // step)
         if count == 1:
             short = self.padded(inputs) - inputs
             return self._outer(
-                sums, place, [(_wider(f.a, short), f.b) for f in factors], _taller(metric, short), tensor
+                sums, place, [(_wider(f.inputs, short), f.b) for f in factors], _taller(metric, short), tensor
             )
         step = self.padded(-(-inputs // count))
         short = step * count - inputs
-        left, metric = [_wider(f.a, short) for f in factors], _taller(metric, short)
+        left, metric = [_wider(f.inputs, short) for f in factors], _taller(metric, short)
 
         def body(i: Array, sums: Any) -> Any:
             at = (i * step).astype(jnp.int32)

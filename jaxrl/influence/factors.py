@@ -68,6 +68,12 @@ class Factor:
     b: Float[Array, "N W o"]
     gain: bool = field(default=False, metadata={"static": True})
 
+    @property
+    def inputs(self) -> Float[Array, "N W i"]:
+        """``a`` of a matrix or a gain."""
+        assert self.a is not None, "a bias acts on nothing"
+        return self.a
+
     def vector(self) -> Float[Array, "N o"]:
         """The per-row gradient of a bias or a gain, accumulated in at least float32."""
         dtype = wide(self.b.dtype)

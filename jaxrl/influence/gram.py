@@ -86,14 +86,14 @@ class Contract(Consumer):
         one, other = factors[0], factors[-1]
 
         def against(a: Array, b: Array, rows: Factor) -> Array:
-            left = jnp.einsum("ti,msi->mts", a, rows.a, precision=HIGHEST, preferred_element_type=dtype)
+            left = jnp.einsum("ti,msi->mts", a, rows.inputs, precision=HIGHEST, preferred_element_type=dtype)
             right = jnp.einsum("to,mso->mts", b, rows.b, precision=HIGHEST, preferred_element_type=dtype)
             return jnp.sum(left * right, axis=(1, 2))
 
         def itself(ab: tuple[Array, Array]) -> Array:
             return against(*ab, Factor(ab[0][None], ab[1][None]))[0]
 
-        dtype = wide(one.a.dtype)
+        dtype = wide(one.b.dtype)
         values = jax.lax.map(lambda ab: against(*ab, other), (one.a, one.b))
         squares = [jnp.diagonal(values)] * 2 if self.same else [jax.lax.map(itself, (f.a, f.b)) for f in (one, other)]
         return _added(sums, self.slot(place), [x[None] for x in (values, *squares)])

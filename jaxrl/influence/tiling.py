@@ -102,7 +102,7 @@ def streamed(job: Streaming) -> Found:
 def tile_sizes(job: Streaming) -> tuple[int, int]:
     """Rows of either side at a time. A packed side is one tile: its rows hold several sequences."""
     n, m = job.size
-    devices = 1 if job.mesh is None else job.contract().row_devices
+    devices = Consumer(job.mesh, job.block).row_devices
     each = row_bytes(job.model.config, max(job.widths())) // devices
     fits = (job.memory - 2 * job.block) // max(each, 1)
     if any(isinstance(rows, Packed) for rows, *_ in job.sides):
@@ -152,35 +152,35 @@ def arguments(
     job: Streaming, sides: tuple[tuple[Any, Array, float], ...], consumer: Consumer | None = None
 ) -> tuple[Any, ...]:
     """What ``stream`` takes for these sides: on the mesh, with rows filled up to what its devices divide."""
-    contract = consumer or job.contract()
+    consumer = consumer or job.contract()
     plain = tuple(side_of(to_host(rows), to_host(weights), temperature) for rows, weights, temperature in sides)
-    entries, listed, ids = listing(job, plain)
-    if contract.mesh is not None:
-        filled = [_filled(side, entry, contract) for side, entry in zip(plain, entries, strict=True)]
+    entries, listed, ids = listing(job, plain, consumer)
+    if consumer.mesh is not None:
+        filled = [_filled(side, entry, consumer) for side, entry in zip(plain, entries, strict=True)]
         plain, entries = zip(*filled, strict=True)
     vocab = job.model.config.vocab_size
     chunk = min(job.chunk, vocab)
-    if contract.mesh is not None:  # a chunk is shared by all devices
-        chunk = max(contract.mesh.size, chunk // contract.mesh.size * contract.mesh.size)
-    plan = Plan(contract, chunk, listed)
+    if consumer.mesh is not None:  # a chunk is shared by all devices
+        chunk = max(consumer.mesh.size, chunk // consumer.mesh.size * consumer.mesh.size)
+    plan = Plan(consumer, chunk, listed)
     return job.model, plain, entries, ids, job.metric, plan
 
 
-def listing(job: Streaming, sides: tuple[Side, ...]) -> tuple[tuple[Array, ...], int, Array | None]:
+def listing(job: Streaming, sides: tuple[Side, ...], consumer: Consumer) -> tuple[tuple[Array, ...], int, Array | None]:
     """Every token's entry, entries at a time, and the list of tokens that occur (None: the whole vocabulary)."""
     vocab, tied = job.model.config.vocab_size, job.model.head is None
     entries, ids = token_entries(sides, vocab)
     dense = job.dense if job.dense is not None else 2 * len(ids) > vocab
     if tied and dense:
         return tuple(side.by_sequence(side.tokens) for side in sides), 0, None
-    at_once = job.contract().padded(min(job.chunk, len(ids)))
+    at_once = consumer.padded(min(job.chunk, len(ids)))
     short = -len(ids) % at_once
     return entries, at_once, jnp.pad(ids, (0, short), constant_values=vocab)
 
 
-def _filled(side: Side, entry: Array, contract: Consumer) -> tuple[Side, Array]:
+def _filled(side: Side, entry: Array, consumer: Consumer) -> tuple[Side, Array]:
     """Rows of weight 0 up to a multiple of the devices that share rows, everything on the mesh."""
-    short = -side.count % contract.row_devices
+    short = -side.count % consumer.row_devices
 
     def more(x: Array) -> Array:
         return jnp.concatenate([x, jnp.zeros_like(x, shape=(short, *x.shape[1:]))]) if short and x.ndim else x
@@ -188,4 +188,4 @@ def _filled(side: Side, entry: Array, contract: Consumer) -> tuple[Side, Array]:
     if side.index is not None:
         raise ValueError("rows: packed rows are for one device; unpack them (`jaxrl.models.packing.unpack`) on a mesh")
     side, entry = jax.tree.map(more, (side, entry))
-    return to_mesh(contract.mesh, to_host((side, entry)))
+    return to_mesh(consumer.mesh, to_host((side, entry)))
