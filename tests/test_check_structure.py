@@ -1,6 +1,7 @@
 """What the check says over training: blocks and ranks with intervals, growth by its parts, transfer, and what is left out."""
 
 import argparse
+import dataclasses
 import json
 
 import jax
@@ -101,6 +102,9 @@ def test_a_block_between_two_sets_resamples_the_prompts_of_both():
     assert found.n == 6
     assert found.low < 5.5 < found.high
     assert np.isnan(block_interval(values, np.zeros((3, 4), bool), np.arange(3), np.arange(4)).value)
+    alone = block_interval(np.ones((2, 2)), ~np.eye(2, dtype=bool), np.zeros(2, int))
+    assert (alone.value, alone.n) == (1, 1)
+    assert np.isnan(alone.low)  # one prompt has no spread
 
 
 def test_the_interval_of_the_rank_holds_it_and_narrows_with_more_prompts():
@@ -288,6 +292,12 @@ def test_rows_of_the_probe_are_labelled_and_whole_prompts_are_chosen():
     assert prompts.uid.tolist() == [11, 14]
     assert prompts.tokens.shape == (2, 3)
     assert not prompts.tokens[:, 2].any()  # the response is cut away
+
+
+def test_a_probe_of_cut_off_answers_is_refused():
+    probe = dataclasses.replace(small_probe(), truncated=np.ones(12, bool))
+    with pytest.raises(ValueError, match="no row with a finished response"):
+        check_run.labelled_probe(None, probe, 6)
 
 
 def test_a_model_alone_says_what_it_cannot_show():

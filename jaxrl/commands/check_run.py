@@ -70,8 +70,13 @@ def training_of_model(model: Any, probe: Probe, pairs: int) -> Training:
 
 
 def labelled_probe(task: Task | None, probe: Probe, limit: int, base: Exact | None = None) -> Labelled:
-    """At most ``limit`` finished rows of the probe, whole prompts evenly spread over it, with their labels."""
+    """At most ``limit`` finished rows of the probe, whole prompts evenly spread over it, with their labels.
+
+    Raises ``ValueError`` when no row is finished.
+    """
     ok, uid = np.flatnonzero(counted(probe)), np.asarray(probe.uid)
+    if not len(ok):
+        raise ValueError("the probe has no row with a finished response; the check needs at least one")
     prompts, sizes = np.unique(uid[ok], return_counts=True)
     count = max(1, min(len(prompts), limit // max(1, int(np.median(sizes)))))
     chosen = prompts[np.linspace(0, len(prompts) - 1, count).round().astype(int)]

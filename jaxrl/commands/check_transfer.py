@@ -31,12 +31,12 @@ from jaxrl.influence.gradients import scores
 from jaxrl.influence.precondition import current_rate
 from jaxrl.influence.training import MEASURES, Transfer
 from jaxrl.models.decoder import Decoder
-from jaxrl.rl.algorithms import prepare
+from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
 from jaxrl.rl.optimiser import make_optimiser
 from jaxrl.train.collect import Collector
 from jaxrl.train.setup import total_updates
 from jaxrl.train.tasks import Msa0Task
-from jaxrl.types import Rows, Term
+from jaxrl.types import Graded, Rows, Term
 
 STEPS = 10  # rollout batches on one family
 FAMILY = PROMPTS // len(FAMILIES)
@@ -131,7 +131,7 @@ class _Trainer:
         return {f: PromptPool(_prompt_tokens()[u].tolist(), u, PROMPT_LENGTH) for f, u in members.items()}
 
     def train(self, pool: PromptPool) -> tuple[Decoder, Any]:
-        """The model after ``STEPS`` batches of ``pool``, and the gradient of its first update."""
+        """The model after ``STEPS`` batches of ``pool``, and the gradient of its first update (0 if there was none)."""
         task = dataclasses.replace(self.run.setup.task, pools={"train": pool})
         spec = dataclasses.replace(self.collector.spec, prompts=min(self.collector.spec.prompts, len(pool)))
         collector = dataclasses.replace(self.collector, task=task, spec=spec)
@@ -139,13 +139,14 @@ class _Trainer:
         algorithm, self.updates = self.run.experiment.algorithm, 0
         for step in range(STEPS):
             collected = collector(model, self.reference, self.run.setup.root, step)
-            batches = _prepare(algorithm, double(collected.graded))
-            for terms in batches * algorithm.epochs:
+            batches, acts = _prepare(algorithm, double(collected.graded))
+            taken = [terms for terms, act in zip(batches, np.asarray(acts), strict=True) if act]
+            for terms in taken * algorithm.epochs:
                 gradient = self._gradient(model, terms)
                 first = gradient if first is None else first
                 model, opt_state = self.update(model, opt_state, gradient)
                 self.updates += 1
-        return model, first
+        return model, jax.tree.map(jnp.zeros_like, model) if first is None else first
 
     def frozen(self, gradient: Any) -> Any:
         """The parameter change of as many updates with one gradient."""
@@ -160,7 +161,10 @@ class _Trainer:
         )
 
 
-_prepare = jax.jit(prepare, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
+def _prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[tuple[Term, ...], ...], Array]:
+    """The terms of each mini-batch, and which of them take a step."""
+    return prepare(algorithm, graded), applied(algorithm, kept(algorithm, graded))
 
 
 def forget_momentum(opt_state: Any) -> Any:

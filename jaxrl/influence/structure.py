@@ -101,20 +101,22 @@ def block_interval(
 
     A prompt drawn w times weighs w in each pair with another prompt and in pairs of its own rows: two
     copies of one prompt are never paired, as their cosine of 1 would be one of a row with itself.
-    ``n`` of the result counts the prompts.
+    ``n`` of the result counts the prompts that take part; with fewer than two there is no interval (NaN).
     """
     uid_a = np.asarray(uid_a)
     uid_b = uid_a if uid_b is None else np.asarray(uid_b)
     prompts = np.unique(np.concatenate([uid_a, uid_b]))
     left, right = ((uid[:, None] == prompts[None, :]).astype(np.float64) for uid in (uid_a, uid_b))
     sums, counts = (left.T @ np.where(pick, x, 0.0) @ right for x in (np.asarray(values, np.float64), 1.0))
-    if not counts.sum():
-        return Interval(float("nan"), float("nan"), float("nan"), float("nan"), len(prompts))
+    taking = int(np.sum((counts.sum(axis=0) > 0) | (counts.sum(axis=1) > 0)))
+    value, none = float(sums.sum() / counts.sum()) if taking else float("nan"), float("nan")
+    if taking < 2:
+        return Interval(value, none, none, none, taking)
     weight = _drawn(len(prompts), draws, seed)
     total, count = _resampled(sums, weight), _resampled(counts, weight)
     means = total[count > 0] / count[count > 0]
     low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(sums.sum() / counts.sum()), float(low), float(high), float(means.std()), len(prompts))
+    return Interval(value, float(low), float(high), float(means.std()), taking)
 
 
 def erank_interval(

@@ -258,7 +258,7 @@ def precision_table(found: Mapping[str, Any]) -> Table | None:
 
 def silent_table(found: Mapping[str, Any]) -> Table | None:
     """C11: pairs with a large kernel entry and no effect."""
-    if not found:
+    if not found or not found["pairs"]:
         return None
     rows = tuple((p["row"], p["probe"], p["K"], p["cosine"], p["change"]) for p in found["pairs"])
     caption = (
