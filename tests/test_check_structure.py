@@ -69,18 +69,22 @@ def test_blocks_never_pool_pairs_of_one_prompt_with_pairs_of_two():
     np.testing.assert_array_equal(sum(mask.astype(int) for mask in parts), ~np.eye(4, dtype=bool))
 
 
-def test_a_blocks_mean_is_that_of_its_entries_and_its_interval_resamples_prompts():
+@pytest.mark.parametrize("block", ["one prompt", "two prompts"])
+def test_a_blocks_mean_is_that_of_its_entries_and_its_interval_resamples_prompts(block):
     g, uid = some_gradients()
     cosine = cosines(g @ g.T)
-    pick = (uid[:, None] != uid[None, :]) & (np.arange(24)[:, None] % 2 == np.arange(24)[None, :] % 2)
+    pick = prompt_blocks(Labelled(None, uid))[block] & (np.add.outer(np.arange(24), np.arange(24)) % 5 < 3)
     found = block_interval(cosine, pick, uid, draws=50)
     assert found.value == pytest.approx(cosine[pick].mean(), rel=1e-12)
     assert found.n == 8
-    # by hand: rows of the drawn prompts, repeated, without pairs of two copies of one prompt
     means = []
-    for weight in resampled_sums(np.eye(8), draws=50):
-        rows = np.concatenate([np.flatnonzero(uid == p) for p in range(8) for _ in range(int(weight[p]))])
-        means.append(cosine[np.ix_(rows, rows)][pick[np.ix_(rows, rows)]].mean())
+    for weight in resampled_sums(np.eye(8), draws=50):  # by hand: rows of the drawn prompts, copy by copy
+        drawn = np.repeat(np.arange(8), weight.astype(int))
+        rows = np.concatenate([np.flatnonzero(uid == p) for p in drawn])
+        copy = np.concatenate([np.full(np.sum(uid == p), i) for i, p in enumerate(drawn)])
+        ours, same = pick[np.ix_(rows, rows)], copy[:, None] == copy[None, :]
+        ours = ours & (same | (uid[rows][:, None] != uid[rows][None, :]))  # no pairs of two copies of a prompt
+        means.append(cosine[np.ix_(rows, rows)][ours].mean())
     np.testing.assert_allclose([found.low, found.high], np.quantile(means, [0.025, 0.975]), rtol=1e-12)
     assert found.low < found.value < found.high
 
@@ -217,6 +221,10 @@ def test_a_prediction_is_scored_on_the_rows_that_its_line_was_not_fitted_on():
     assert found["noise"]["all"]["as it is"] is None
     for name in ("noise", "family means", "gradient norm"):
         assert found[name]["all"]["fitted"] < 0.3
+    means = np.full((5, 8), np.nan)
+    for f, g in np.ndindex(5, 8):
+        means[f, g] = np.mean([y[i, g] for i in range(5) if i not in (f, g)])  # neither its own row nor g after g
+    assert found["family means"]["across"]["correlation"] == pytest.approx(np.corrcoef(means[~own], y[~own])[0, 1])
     columns = np.tile(np.arange(8.0) ** 2, (5, 1)) + 0.01 * rng.normal(size=(5, 8))
     found = transfer_scores(columns, {}, np.arange(8.0), own)
     assert found["family means"]["across"]["fitted"] > 0.99
