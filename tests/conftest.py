@@ -20,6 +20,9 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# The slow tests' large programs are compiled once: nothing is won by storing them, and jaxlib 0.10.2 has been seen
+# to crash while it serialised one for the cache.
+jax.config.update("jax_enable_compilation_cache", not os.environ.get("JAXRL_TEST_OPTIMISED"))
 
 
 @pytest.fixture
