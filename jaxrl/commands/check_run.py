@@ -23,6 +23,7 @@ from jaxrl.influence.training import Training
 from jaxrl.report.kernels import attributes
 from jaxrl.report.read import Run, read_run
 from jaxrl.sampling.generate import generate
+from jaxrl.sampling.strategies import Temperature
 from jaxrl.train.checkpoint import Checkpoints
 from jaxrl.train.collect import Collector
 from jaxrl.train.tasks import Msa0Task, Task
@@ -152,7 +153,7 @@ def fresh_probe(
     rollouts = generate(
         model,
         collector.place(prompts),
-        spec.strategy if collector.temperature == 1 else type(spec.strategy)(value=1.0),
+        Temperature(value=1.0),
         n=spec.n,
         key=keys.at(run.setup.root, "fresh"),
         max_new_tokens=spec.max_new_tokens,

@@ -75,8 +75,8 @@ def check_model(
 
     ``model`` and ``opt_state`` as they were before the step, ``terms`` the step's, the policy term
     first; ``reference`` and ``temperature`` as in training. ``total``: the run's number of updates,
-    needed by a schedule that decays; one that has run out (rate 0) is checked at its peak rate. ``pairs``: training rows and probe rows of the pair sweep.
-    ``group_size``: G of the bound's C. ``enumerated``: *every* response to one prompt with their
+    needed by a schedule that decays; one that has run out (rate 0) is checked at its peak rate.
+    ``pairs``: training rows and probe rows of the pair sweep. ``group_size``: G of the bound's C. ``enumerated``: *every* response to one prompt with their
     truncated ends, for the score identity (C2). ``later``: parameters h steps on, for C10.
     ``training``: what is known beyond this step, for C13 to C15, and why the rest is left out.
 
@@ -100,24 +100,31 @@ def check_model(
     whole = batch_sweep(model, terms[0], rows, temperature=temperature)
     say("optimiser step")
     step = Step(optimiser, model, opt_state, terms, reference, total=total or 1, temperature=temperature)
-    found = {
-        "c1": c1,
-        "c2": c2,
-        "c3": pair_slopes(swept, same),
-        "c4": pair_audit(swept, bound_c),
-        "c5": batch_slopes(whole.line) | order_audit(whole.line) | {"kernel_error": _kernel_error(whole)},
-        "c6": batch_audit(whole.line, whole.kernel, whole.weight, whole.weight_advantage, whole.norms, bound_c),
-        "c9": optimiser_audit(step, rows, whole, bound_c),
-        "c10": explained(model, {h: double(m) for h, m in (later or {}).items()}, rows, step),
-        "c11": silent_rows_audit(model, whole, rows, temperature),
-        "c12": precision_sweep(model, whole.descent, rows, whole.line.first),
-    }
+    found: dict[str, Any] = {"c1": c1, "c2": c2}
+    found |= pair_findings(swept, same, bound_c) | batch_findings(model, whole, rows, bound_c, temperature)
+    found["c9"] = optimiser_audit(step, rows, whole, bound_c)
+    found["c10"] = explained(model, {h: double(m) for h, m in (later or {}).items()}, rows, step)
     training = training or Training()
     more, blocks, arrays = training_audit(training, say)
     result = verdicts(found | more | {"left_out": dict(training.left_out)}, blocks)
     if out is not None:
         write_check(out, result, {"pairs": pair_arrays(swept, bound_c), "batch": batch_arrays(whole)} | arrays)
     return result
+
+
+def pair_findings(swept: Pairs, same: Bool[np.ndarray, "N M"], bound_c: float) -> dict[str, Any]:
+    """C3 and C4."""
+    return {"c3": pair_slopes(swept, same), "c4": pair_audit(swept, bound_c)}
+
+
+def batch_findings(model: Decoder, whole: BatchSweep, rows: Rows, bound_c: float, temperature: float) -> dict[str, Any]:
+    """C5, C6 (with C7 and C8), C11 and C12."""
+    return {
+        "c5": batch_slopes(whole.line) | order_audit(whole.line) | {"kernel_error": _kernel_error(whole)},
+        "c6": batch_audit(whole.line, whole.kernel, whole.weight, whole.weight_advantage, whole.norms, bound_c),
+        "c11": silent_rows_audit(model, whole, rows, temperature),
+        "c12": precision_sweep(model, whole.descent, rows, whole.line.first),
+    }
 
 
 def silent_rows_audit(model: Decoder, batch: BatchSweep, rows: Rows, temperature: float) -> dict[str, Any]:

@@ -46,6 +46,9 @@ def verdicts(found: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]] = ())
     """
     failures = [_failure(found, *rule) for rule in HOLDS if found.get(rule[1][0]) is not None]
     failures = [text for text in failures if text]
+    tables = {"T-C1": exactness_table(found), "T-C2": bound_table(found), "T-C3": step_table(found)}
+    if blocks:
+        tables["T-C4"] = [dict(row) for row in blocks]
     result = {
         "ok": not failures,
         "failures": failures,
@@ -57,10 +60,8 @@ def verdicts(found: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]] = ())
         "violations_batch": found["c6"]["violations_max"],
         "tightness_quantiles": found["c4"]["tightness"],
         "adam_residual": found["c9"]["residual"],
-        "tables": {"T-C1": exactness_table(found), "T-C2": bound_table(found), "T-C3": step_table(found)},
+        "tables": tables,
     }
-    if blocks:
-        result["tables"]["T-C4"] = list(blocks)
     return plain(result | dict(found))
 
 
