@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 COLLECTIVES = ("all-to-all", "all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
@@ -18,8 +19,9 @@ def collective_bytes(text: str, within: str = "") -> dict[str, int]:
     ``within``: count only operations whose ``op_name`` holds this text (the names of the traced
     functions they stem from).
 
-    What lies in a loop counts as often as the loop runs (XLA's known trip count). Raises ``ValueError``
-    for a loop with a collective inside whose count is not known.
+    What lies in a loop counts as often as the loop runs: by XLA's known trip count, or where a backend does
+    not write that down (TPU) by the constant that the loop's counter is compared with. Raises
+    ``ValueError`` for a loop with a collective inside whose count is not known.
     """
     bodies, entry = _computations(text)
     known: dict[str, dict[str, int]] = {}
@@ -34,7 +36,7 @@ def collective_bytes(text: str, within: str = "") -> dict[str, int]:
                 kind = found[2].removesuffix("-start")
                 if kind in COLLECTIVES and within in line:
                     total[kind] += _bytes(found[1])
-                for called, times in _calls(line, found[2], of):
+                for called, times in _calls(line, found[2], of, bodies):
                     for key, value in called.items():
                         total[key] += times * value
         return known[name]
@@ -56,7 +58,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _calls(line: str, kind: str, of) -> list[tuple[dict[str, int], int]]:
+def _calls(line: str, kind: str, of: Any, bodies: dict[str, list[str]]) -> list[tuple[dict[str, int], int]]:
     """What an operation runs, and how often."""
     names = re.findall(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line)
     branches = re.search(r"branch_computations=\{([^}]*)\}", line)
@@ -64,10 +66,24 @@ def _calls(line: str, kind: str, of) -> list[tuple[dict[str, int], int]]:
     called = [of(name) for name in names]
     if kind != "while":
         return [(x, 1) for x in called]
-    count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    count = _trips(line, bodies)
     if count is None and any(any(x.values()) for x in called):
         raise ValueError(f"a loop holds collectives and does not say how often it runs: {line.strip()[:120]}")
-    return [(x, int(count[1]) if count else 0) for x in called]
+    return [(x, count or 0) for x in called]
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
+    """How often a loop runs. Loops that jax writes count up from 0 by one until the counter is not below a constant."""
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    if known:
+        return int(known[1])
+    name = re.search(r"condition=%?([\w.\-]+)", line)
+    condition = bodies.get(name[1], []) if name else []
+    constants = dict(re.findall(r"%([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
+    test = re.search(
+        r"ROOT .* compare\(%[\w.\-]+, %([\w.\-]+)\), direction=LT", next((x for x in condition if "ROOT" in x), "")
+    )
+    return int(constants[test[1]]) if test and test[1] in constants else None
 
 
 def _bytes(shape: str) -> int:

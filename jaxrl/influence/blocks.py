@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxrl.influence.factors import Factor
-from jaxrl.mesh import RULES, partition
+from jaxrl.mesh import RULES, shardings
 from jaxrl.types import wide
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -68,17 +68,21 @@ class Consumer:
     def whole(self, tree: Any, axes: Any) -> Any:
         """Parameters gathered over the axes that split rows, as a layer needs them; the tensor axis stays split.
 
-        ``axes``: for every array the names of its logical axes.
+        ``axes``: for every array the names of its logical axes. Pieces of a parameter are held split first
+        (``held``): the partitioner gathers what an operation reads, which for a slice is all of the parameter.
         """
+
+        def gathered(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+            return tuple(None if name is None or set(RULES[name]) & set(ROWS) else name for name in axes)
+
+        kept = jax.tree.map(gathered, axes, is_leaf=lambda x: isinstance(x, tuple))
+        return self.held(self.held(tree, axes), kept)
+
+    def held(self, tree: Any, axes: Any) -> Any:
+        """Arrays split as the mesh keeps parameters with these logical axes."""
         if self.mesh is None:
             return tree
-
-        def gather(axes: tuple[str | None, ...], x: Array) -> Array:
-            kept = [None if name is None or set(RULES[name]) & set(ROWS) else name for name in axes]
-            spec = partition(self.mesh, kept, x.shape)
-            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(gather, axes, tree, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.lax.with_sharding_constraint(tree, shardings(self.mesh, axes, tree))
 
     @property
     def ghost(self) -> frozenset[str]:

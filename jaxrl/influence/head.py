@@ -68,7 +68,7 @@ def vocabulary(model: Decoder, consumer: Consumer, start: Any, size: int) -> tup
     limit = model.config.vocab_limit or total
     at = jnp.minimum(start, total - size).astype(jnp.int32)
     ids = at + jnp.arange(size, dtype=jnp.int32)
-    weight = consumer.whole(entries(model, at, size), ("vocab", "embed"))
+    weight = consumer.whole(entries(model, ids, consumer), ("vocab", "embed"))
     return weight, ids, (ids >= start) & (ids < limit)
 
 
@@ -80,11 +80,16 @@ def entries_place(model: Decoder, name: str, first: Array) -> Place:
     return Place(name, None, first, (1, c.vocab_size))
 
 
-def entries(tree: Decoder, at: Array, size: int) -> Float[Array, "size d"]:
-    """Rows of the head of a model, or of a pytree like it."""
+def entries(tree: Decoder, ids: Int[Array, " v"], consumer: Consumer) -> Float[Array, "v d"]:
+    """Rows ``ids`` of the head of a model, or of a pytree like it, each split as the head's rows are.
+
+    Taken by index: a slice along the vocabulary, which the tensor axis splits, would gather all of it every time.
+    """
     if tree.head is None:
-        return jax.lax.dynamic_slice_in_dim(tree.embed[...], at, size, axis=0)
-    return jax.lax.dynamic_slice_in_dim(tree.head[...], at, size, axis=1).T
+        rows = tree.embed[...].at[ids].get(mode="clip")
+    else:
+        rows = tree.head[...].at[:, ids].get(mode="clip").T
+    return consumer.held(rows, (None, "embed"))
 
 
 def score(model: Decoder, side: Side, states: Float[Array, "N T d"], consumer: Consumer, chunk: int) -> Scored:
@@ -129,7 +134,9 @@ def head(
         )
         if name is not None:
             blocks = tuple(s.gradient(ct) for s, ct in zip(scored, cotangents, strict=True))
-            sums = consumer.explicit(sums, entries_place(model, name, ids[0]), blocks, _some(metric, ids), tensor=1)
+            sums = consumer.explicit(
+                sums, entries_place(model, name, ids[0]), blocks, _some(metric, ids, consumer), tensor=1
+            )
         return back, sums
 
     zero = tuple(jnp.zeros(s.states.shape, s.scale.dtype) for s in scored)
@@ -155,7 +162,9 @@ def tied_dense(
             + e.rows(ids[0], chunk) * first[None, :, None].astype(e.ct.dtype)
             for s, e in zip(scored, embedded, strict=True)
         )
-        return consumer.explicit(sums, entries_place(model, "embed", ids[0]), blocks, _some(metric, ids), tensor=1)
+        return consumer.explicit(
+            sums, entries_place(model, "embed", ids[0]), blocks, _some(metric, ids, consumer), tensor=1
+        )
 
     return jax.lax.fori_loop(0, chunks(model, chunk), body, sums)
 
@@ -197,7 +206,9 @@ def occurring(
         at = (i * chunk).astype(jnp.int32)
         some = jax.lax.dynamic_slice_in_dim(ids, at, chunk)
         place = Place("embed", None, some * model.config.hidden_size, (0, 1))
-        scale = None if metric is None else metric.embed[...].at[some].get(mode="fill", fill_value=0)
+        scale = None
+        if metric is not None:
+            scale = consumer.held(metric.embed[...].at[some].get(mode="fill", fill_value=0), (None, "embed"))
         of_embedding = tuple(e.rows(at, chunk) for e in embedded)
         if model.head is not None:
             return consumer.explicit(sums, place, of_embedding, scale)
@@ -213,5 +224,5 @@ def chunks(model: Decoder, chunk: int) -> int:
     return -(-model.config.vocab_size // chunk)
 
 
-def _some(metric: Decoder | None, ids: Int[Array, " v"]) -> Array | None:
-    return None if metric is None else entries(metric, ids[0], ids.shape[0])
+def _some(metric: Decoder | None, ids: Int[Array, " v"], consumer: Consumer) -> Array | None:
+    return None if metric is None else entries(metric, ids, consumer)
