@@ -24,7 +24,7 @@ def finite_difference_error(model: Any, rows: Rows, probe: Rows, limit: int = 8)
     and ``central`` (at most 1e-6). The difference quotient moves the parameters by 1e-5 in norm
     along each row's gradient. ``largest`` is the largest entry of the whole kernel.
     """
-    kernel = gradient_kernel(model, rows, probe, method="reference")
+    kernel = gradient_kernel(model, rows, probe, method="chunked")
     exact = np.asarray(kernel.values)
     steps = 1e-5 / np.sqrt(np.asarray(kernel.sq_norms_a))[:limit]
     lines = [pair_sweep(model, rows[i : i + 1], np.ones(1), probe, np.array([s, -s])) for i, s in enumerate(steps)]

@@ -22,7 +22,7 @@ from jaxrl.influence.gram import Contract
 from jaxrl.influence.sides import rounded, side_of, token_entries
 from jaxrl.influence.stream import Plan, stream
 from jaxrl.mesh import AXES, to_host, to_mesh
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, with_config
 from jaxrl.models.layers import PROJECTIONS
 from jaxrl.types import Packed, Rows
 
@@ -48,6 +48,8 @@ class Streaming:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", min(self.block, max(self.memory // 8, 1)))
+        # layers are always recomputed: models that differ in their policy for that share one program
+        object.__setattr__(self, "model", with_config(self.model, remat="none"))
 
     @property
     def size(self) -> tuple[int, int]:
