@@ -52,6 +52,16 @@ def temperature(text: str) -> float:
     return _number(float, text, lambda x: 0 <= x <= 100, "a number from 0 (greedy) to 100")
 
 
+def rate(text: str) -> float:
+    """A learning rate: above 0."""
+    return _number(float, text, lambda x: 0 < x < float("inf"), "a number above 0")
+
+
+def decay(text: str) -> float:
+    """0 or more."""
+    return _number(float, text, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+
+
 def probability(text: str) -> float:
     """Above 0, at most 1."""
     return _number(float, text, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
@@ -168,6 +178,16 @@ def _kernel(p: argparse.ArgumentParser) -> None:
     p.add_argument("--limit", type=count, metavar="N", help="rows of each side (default: all; of a run influence.rows)")
     p.add_argument("--max-tokens", type=count, metavar="L", help="cut longer rows at the end of the response")
     p.add_argument("--memory", type=size, metavar="BYTES", help="limit of what is held beside the model, as 2G")
+    p.add_argument(
+        "--verify", action="store_true", help="take an SGD and an AdamW step on A; predicted against measured on B"
+    )
+    scaled = "so that scores change by 0.3 %%"
+    p.add_argument("--lr", type=rate, metavar="X", help=f"of the SGD step of --verify (default: {scaled})")
+    p.add_argument("--adam-lr", type=rate, metavar="X", help=f"of its AdamW step (default: {scaled})")
+    p.add_argument("--weight-decay", type=decay, metavar="X", help="of its AdamW step (default 0)")
+    p.add_argument(
+        "--time", action="store_true", help="CPU time against a gradient pass over the same rows, peak memory"
+    )
     p.add_argument("--out", type=Path, metavar="DIR", help="(default: kernel.zarr, or kernel-STEP.zarr in the run)")
     p.add_argument("--overwrite", action="store_true", help="replace the kernel in DIR")
 

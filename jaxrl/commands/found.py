@@ -1,22 +1,26 @@
-"""What is shown of a kernel that ``kernel`` computed: a summary, cosines by label, shares of layers, pictures."""
+"""What is shown of a kernel that ``kernel`` computed: a summary, cosines by label, shares of layers, pictures, a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxrl.commands.compared import Side
+from jaxrl.commands.steps import KERNEL, Step
 from jaxrl.influence.labels import label_blocks
 from jaxrl.influence.structure import effective_rank, structure
-from jaxrl.report.kernels import heat_map, kernel_spectrum, layer_profile, layer_shares, spectrum
+from jaxrl.report.kernels import heat_map, kernel_spectrum, layer_profile, layer_shares, predicted_steps, spectrum
+from jaxrl.report.render import page
+from jaxrl.report.sections import Section
 from jaxrl.report.style import Picture
+from jaxrl.report.tables import Table
 from jaxrl.types import Kernel
 
 ORDER = ("group", "label", "set", "correct", "mode", "difficulty", "prompt")  # the first that is known orders a picture
-PICTURES = ("cosines", "spectrum", "layers")
+PICTURES = ("cosines", "spectrum", "layers", "steps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +86,11 @@ def label_tables(one: Found) -> dict[str, Any]:
 
 
 def layer_table(one: Found) -> dict[str, dict[str, float]]:
-    """The shares of each block of parameters."""
+    """The shares of each block of parameters, {} of a kernel without blocks."""
+    if not one.kernel.blocks:
+        return {}
     shares = layer_shares(_layers(one.kernel), itself=one.itself)
-    return {name: {m: float(v[i]) for m, v in shares.items()} for i, name in enumerate(one.kernel.blocks or {})}
+    return {name: {m: float(v[i]) for m, v in shares.items()} for i, name in enumerate(one.kernel.blocks)}
 
 
 def drawn(one: Found) -> list[Picture]:
@@ -112,6 +118,56 @@ def drawn(one: Found) -> list[Picture]:
         shares = layer_shares(_layers(one.kernel), itself=itself)
         pictures.append(layer_profile("layers", list(one.kernel.blocks), shares, f"Layers of {one.title}."))
     return pictures
+
+
+def drawn_steps(steps: Sequence[Step]) -> Picture:
+    """Predicted by the kernel against measured, a panel a step."""
+    panels = [
+        (f"{step.name}: median error {step.error(KERNEL):.2%}", step.predicted[KERNEL], step.measured) for step in steps
+    ]
+    return predicted_steps(
+        "steps",
+        panels,
+        """Change of every row of B by one step on the rows of A, as the kernel predicts it (of AdamW in the metric of the
+        step) and as measured; on the dashed line they are equal.""",
+    )
+
+
+def found_page(
+    about: Mapping[str, Any], shown: Sequence[tuple[Found, Sequence[Picture]]], steps: Sequence[Step]
+) -> str:
+    """Everything that is known of the kernels, as one self-contained HTML page."""
+    sections = [_section(one, pictures) for one, pictures in shown]
+    if steps:
+        rows = [(step.name, way, step.row(way)) for step in steps for way in step.predicted]
+        table = Table(
+            "steps",
+            "What one step does to the rows of B (nats, errors relative to the measured change), predicted by the kernel, "
+            "and by forward mode along the optimiser's update and along the change of the stored parameters.",
+            ("step", "predicted by", *rows[0][2]),
+            tuple((name, way, *row.values()) for name, way, row in rows),
+        )
+        sections.append(Section("steps", "Predicted against measured", items=[drawn_steps(steps), table]))
+    said = ", ".join(f"{name} {value}" for name, value in about.items() if name != "model")
+    return page("Gradient kernel", [(str(about["model"]), said)], sections)
+
+
+def _section(one: Found, pictures: Sequence[Picture]) -> Section:
+    """Pictures and tables of one kernel."""
+    items: list[Any] = [*pictures, _table("summary", "How it was computed, and its shape.", summary(one))]
+    if blocks := layer_table(one):
+        columns = ("block", *next(iter(blocks.values())))
+        rows = tuple((name, *shares.values()) for name, shares in blocks.items())
+        items.append(Table("layers", "Shares of each block of parameters in the whole.", columns, rows))
+    for name, tables in label_tables(one).items():
+        columns = tuple(next(iter(tables.values())))
+        rows = tuple((pair, *(found[column] for column in columns)) for pair, found in tables.items())
+        items.append(Table(f"by-{name}", f"Cosines within and across: {name}.", (name, *columns), rows))
+    return Section(f"kernel{one.stem}", one.title, items=items)
+
+
+def _table(name: str, caption: str, values: Mapping[str, Any]) -> Table:
+    return Table(name, caption, ("", "value"), tuple(values.items()))
 
 
 def _ordering(side: Side) -> Sequence[Any]:

@@ -14,9 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.commands.compared import Compared, of_files, of_run
-from jaxrl.commands.found import PICTURES, Found, drawn, label_tables, layer_table, summary
+from jaxrl.commands.found import (
+    PICTURES,
+    Found,
+    drawn,
+    drawn_steps,
+    found_page,
+    label_tables,
+    layer_table,
+    summary,
+)
 from jaxrl.commands.models import free
 from jaxrl.commands.runs import is_run
+from jaxrl.commands.steps import Step, step_table, store_verified, verified
+from jaxrl.commands.timed import timed
 from jaxrl.errors import JaxrlError, UsageError, nearest
 from jaxrl.influence.kernels import METHODS, gradient_kernel
 from jaxrl.models.hf_folder import replace
@@ -32,23 +43,43 @@ def kernel(arguments: argparse.Namespace) -> Mapping[str, Any]:
         raise UsageError(f"--method {arguments.method}: {nearest(arguments.method, METHODS)}")
     if arguments.out is not None:
         may_write(arguments.out, arguments.overwrite)
+    need_verify(arguments)
     compared = of_run(arguments) if is_run(arguments.model) else of_files(arguments)
-    out = arguments.out or compared.out
+    out, steps = arguments.out or compared.out, []
     with whole(out, arguments.overwrite) as scratch:
         arrays = ArrayStore(scratch)
         found = (of_rows if compared.term is None else of_step)(compared, arguments, arrays)
+        if arguments.verify:
+            steps = verified(compared, found[0].kernel, arguments)
+            store_verified(arrays, steps)
         labels = {one.array: {"a": one.sides[0].labels, "b": one.sides[1].labels} for one in found}
         write_json(scratch / ".zgroup", {"zarr_format": 2})
         write_json(scratch / ".zattrs", {**compared.about, "labels": labels})
-    files = draw(out, found)
+    files = draw(out, compared.about, found, steps)
     return {
         **compared.about,
         "out": str(out),
         "pictures": [str(file) for file in files],
+        "page": str(page_of(out)),
         "kernels": {one.title: summary(one) for one in found},
         **{f"cosines by label, {one.title}": tables for one in found if (tables := label_tables(one))},
         **{f"shares of layers, {one.title}": layer_table(one) for one in found if one.kernel.blocks},
+        **({"predicted against measured": step_table(steps)} if steps else {}),
+        **({"time": timed(compared, options(arguments))} if arguments.time else {}),
     }
+
+
+def need_verify(arguments: argparse.Namespace) -> None:
+    """Raise ``UsageError`` for options that have no place here."""
+    for name in ("lr", "adam_lr", "weight_decay"):
+        if getattr(arguments, name) is not None and not arguments.verify:
+            raise UsageError(f"--{name.replace('_', '-')} is of a step that --verify takes; add --verify")
+    for name in ("verify", "time"):
+        if getattr(arguments, name) and is_run(arguments.model):
+            raise UsageError(
+                f"--{name}: {arguments.model} is a run folder, whose steps `jaxrl check` measures; to take a step on rows of "
+                "your own, give the model folder that `jaxrl export` makes of it"
+            )
 
 
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -109,11 +140,12 @@ def check_finite(one: Found) -> None:
         )
 
 
-def draw(out: pathlib.Path, found: list[Found]) -> list[pathlib.Path]:
-    """The pictures beside ``out``; those of an earlier kernel of this name that are not drawn again go."""
-    pictures = {
-        out.with_name(f"{out.stem}{one.stem}-{picture.name}.png"): picture for one in found for picture in drawn(one)
-    }
+def draw(out: pathlib.Path, about: Mapping[str, Any], found: list[Found], steps: list[Step]) -> list[pathlib.Path]:
+    """The pictures and the page beside ``out``; those of an earlier kernel of this name that are not drawn again go."""
+    shown = [(one, drawn(one)) for one in found]
+    pictures = {out.with_name(f"{out.stem}{one.stem}-{p.name}.png"): p for one, some in shown for p in some}
+    if steps:
+        pictures[out.with_name(f"{out.stem}-steps.png")] = drawn_steps(steps)
     for file, picture in pictures.items():
         write(file, picture.png)
     for name in PICTURES:
@@ -121,7 +153,13 @@ def draw(out: pathlib.Path, found: list[Found]) -> list[pathlib.Path]:
             stale = out.with_name(f"{out.stem}{stem}-{name}.png")
             if stale not in pictures:
                 stale.unlink(missing_ok=True)
+    write(page_of(out), found_page(about, shown, steps).encode())
     return list(pictures)
+
+
+def page_of(out: pathlib.Path) -> pathlib.Path:
+    """The HTML page beside ``out``."""
+    return out.with_name(f"{out.stem}.html")
 
 
 def may_write(out: pathlib.Path, overwrite: bool) -> None:

@@ -1,7 +1,7 @@
 """Rows given by people: prompts with responses and labels, one JSON object a line, as token rows.
 
 A line has ``prompt`` and ``response``, each text or a list of token ids, and may have the labels
-``group``, ``label``, ``correct``, ``mode`` and ``difficulty``. Text is tokenised as it stands: no
+``group``, ``label``, ``correct``, ``mode`` and ``difficulty``, and an ``advantage``, a number. Text is tokenised as it stands: no
 template and no beginning-of-text token is added, prompt and response are tokenised apart (as
 sampling joins them). A response given as text gets the end-of-sequence token, which is scored,
 unless it ends with a stop token already or the line says ``"complete": false``. Ids are taken as
@@ -10,6 +10,7 @@ they are.
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Rows
 
 TEXTS = ("prompt", "response")
-LABELS = ("group", "label", "correct", "mode", "difficulty")
+LABELS = ("group", "label", "correct", "mode", "difficulty", "advantage")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,8 @@ def _complete(where: str, row: Mapping[str, Any]) -> bool:
 
 def _label(where: str, row: Mapping[str, Any], name: str) -> Any:
     value = row.get(name)
+    if name == "advantage" and value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+        raise DataError(f"{where}: field 'advantage' must be a finite number, got {str(value)[:60]!r}")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise DataError(f"{where}: label {name!r} must be text, a number, true or false, got {type(value).__name__}")

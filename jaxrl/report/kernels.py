@@ -78,6 +78,30 @@ def layer_profile(name: str, blocks: Sequence[str], shares: Mapping[str, np.ndar
         return style.picture(figure, name, caption)
 
 
+def predicted_steps(name: str, steps: Sequence[tuple[str, np.ndarray, np.ndarray]], caption: str) -> Picture:
+    """Predicted against measured change of every row (nats), one panel a step: (title, predicted, measured)."""
+    with style.drawing():
+        figure, axes = style.grid(1, len(steps), height=3.5, width=3.6 * len(steps) + 0.8)
+        for index, (panel, (title, predicted, measured)) in enumerate(zip(axes[0], steps, strict=True)):
+            both = np.concatenate([predicted, measured, [0.0]])
+            low, high = float(both.min()), float(both.max())
+            room = 0.06 * ((high - low) or 1.0)
+            ends = (low - room, high + room)
+            panel.plot(ends, ends, color=style.INK, ls="--", lw=1.0)
+            panel.scatter(
+                predicted, measured, s=26, color=style.colour(index), marker=style.MARKERS[index], alpha=0.75, lw=0
+            )
+            panel.set_xlim(*ends)
+            panel.set_ylim(*ends)
+            panel.set_aspect("equal")
+            panel.set_title(title)
+            panel.set_xlabel("predicted change  (nats)")
+            panel.set_ylabel("" if index else "measured change  (nats)")
+            style.plain_numbers(panel.xaxis)
+            style.plain_numbers(panel.yaxis)
+        return style.picture(figure, name, caption)
+
+
 def layer_shares(layers: np.ndarray, *, itself: bool) -> dict[str, np.ndarray]:
     """What each block adds, as shares: of ``sum |K|`` summed over blocks, of ``sum K`` with its sign over ``sum |K|``,
     and with ``itself`` of the squared gradient norms (those sum to 1 exactly, and |K| leaves the diagonal out).

@@ -36,14 +36,14 @@ def render(
     read = _read_all([Path(path) for path in runs], names)
     sections = report_sections(read, Path(check) if check is not None else find_check(read))
     out = Path(out)
-    page = out if out.suffix == ".html" else out / "report.html"
+    file = out if out.suffix == ".html" else out / "report.html"
     for item in (item for section in sections for item in section.items):
         if isinstance(item, Picture):
-            write(page.parent / "figures" / f"{item.name}.png", item.png)
+            write(file.parent / "figures" / f"{item.name}.png", item.png)
         elif isinstance(item, Table):
-            write(page.parent / "tables" / f"{item.name}.csv", item.csv().encode())
-    write(page, _html(read, sections).encode())
-    return page
+            write(file.parent / "tables" / f"{item.name}.csv", item.csv().encode())
+    write(file, _html(read, sections).encode())
+    return file
 
 
 def write(path: Path, data: bytes) -> None:
@@ -69,6 +69,19 @@ def _read_all(paths: list[Path], names: Sequence[str] | None) -> list[Run]:
 
 
 def _html(runs: Sequence[Run], sections: Sequence[Section]) -> str:
+    return page(
+        "Training report" if len(runs) > 1 else f"Training report: {runs[0].name}",
+        [(run.name, _about(run)) for run in runs],
+        sections,
+        linked=True,
+    )
+
+
+def page(title: str, subjects: Sequence[tuple[str, str]], sections: Sequence[Section], *, linked: bool = False) -> str:
+    """One self-contained HTML page; ``subjects`` are what it is about, each (name, a few words).
+
+    ``linked``: the tables lie beside it as ``tables/NAME.csv``.
+    """
     counts = {"figure": 0, "table": 0, "note": 0}
 
     def context(item: Item) -> dict[str, Any]:
@@ -77,8 +90,9 @@ def _html(runs: Sequence[Run], sections: Sequence[Section]) -> str:
         return {"kind": kind, "number": counts[kind], **_SHOWN[kind](item)}
 
     return _TEMPLATE.render(
-        title="Training report" if len(runs) > 1 else f"Training report: {runs[0].name}",
-        runs=[{"name": run.name, "colour": style.colour(i), "about": _about(run)} for i, run in enumerate(runs)],
+        title=title,
+        linked=linked,
+        runs=[{"name": name, "colour": style.colour(i), "about": about} for i, (name, about) in enumerate(subjects)],
         sections=[
             {"id": s.id, "title": s.title, "intro": s.intro, "parts": [context(item) for item in s.items]}
             for s in sections
