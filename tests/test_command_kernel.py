@@ -224,7 +224,9 @@ def test_a_finished_kernel_is_replaced_only_on_request_and_by_a_whole_one(model,
     np.testing.assert_array_equal(ArrayStore(out).read("kernel"), first)
     command(*words, "--overwrite", "--limit", 1)
     assert ArrayStore(out).read("kernel").shape == (1, 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["K-cosines.png", "K-spectrum.png", "K.zarr", "a.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "K-cosines.png", "K-spectrum.png", "K.html", "K.zarr", "a.jsonl",
+    ]  # fmt: skip
 
 
 def test_a_folder_that_holds_no_kernel_is_never_replaced(tmp_path):
