@@ -181,3 +181,13 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "did you mean 'qwen2.5-math-1.5b'" in capsys.readouterr().err
     assert plan.main(["kernel", "--config", "qwen2.5-math-1.5b", "-n", "0"]) == 2
     assert "n=0" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_the_device_is_exit_code_3(planned, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "plan_kernel", lambda *args, **options: planned[0])
+    command = ["kernel", "--config", "qwen2.5-math-1.5b", "--json"]
+    assert plan.main(command) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == planned[0].total
+    monkeypatch.setitem(plan.DEVICE_BYTES, "cpu", planned[0].total - 1)
+    assert plan.main(command) == 3
+    assert "do not fit" in capsys.readouterr().err
