@@ -45,12 +45,6 @@ def same_on_the_mesh(kind: dict, shape: tuple[int, int, int], metric: bool = Fal
     assert "on a mesh of" in kernel.why
 
 
-@pytest.mark.x64
-@pytest.mark.usefixtures("x64")
-def test_a_mesh_of_four_devices_gives_the_same_kernel():
-    same_on_the_mesh(KINDS["tied"], (2, 2, 1))
-
-
 @pytest.mark.slow
 @pytest.mark.x64
 @pytest.mark.usefixtures("x64")

@@ -68,7 +68,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("kind", FEW, ids=["untied-bias-qknorm", "windows-limit"])
+@pytest.mark.parametrize(
+    "kind", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.slow)], ids=["untied-bias-qknorm", "windows-limit"]
+)
 def test_streaming_gives_the_reference_kernel(kind):
     model, (a, b) = small_model(**kind), rows_of_two_widths()
     if "vocab_limit" in kind:  # scored ids lie below the limit
@@ -95,6 +97,7 @@ def test_all_methods_agree_on_every_kind_of_model_weight_metric_and_remat(kind, 
     jax.clear_caches()  # no other case runs these programs
 
 
+@pytest.mark.slow
 def test_a_metric_and_a_temperature_enter_streamed_kernels():
     model, (a, b) = small_model(), rows_of_two_widths()
     agrees(model, a, b, methods=("streamed",), precondition=positive(model), temperature=(0.7, 1.3))
