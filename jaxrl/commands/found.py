@@ -20,6 +20,8 @@ from jaxrl.report.tables import Table
 from jaxrl.types import Kernel
 
 ORDER = ("group", "label", "set", "correct", "mode", "difficulty", "prompt")  # the first that is known orders a picture
+LAYERS = """Where the kernel comes from: the share of each block of parameters in Σ|K| over blocks, and in ΣK with its sign
+over Σ|K|. A tied matrix stands once, under the embedding."""
 PICTURES = ("cosines", "spectrum", "layers", "steps")
 
 
@@ -103,20 +105,21 @@ def drawn(one: Found) -> list[Picture]:
             "cosines",
             cosine,
             (labels[0], labels[1]),
-            f"Cosines of {one.title}.",
+            f"""Cosines between the gradients of {one.title}, rows with equal labels side by side: a small step on the one
+            moves the other along where they are orange, and against it where they are purple.""",
             sides=(f"rows of {names[0]}", f"rows of {names[1]}"),
             itself=itself,
         ),
         spectrum(
             "spectrum",
             [("", kernel_spectrum(cosine, itself=itself))],
-            f"Spectrum of {one.title}.",
+            f"""Spectrum of the cosines of {one.title}: the steeper it falls, the fewer directions the gradients share.""",
             unit=f"{'eigenvalue' if itself else 'singular value'} of the cosines",
         ),
     ]
     if one.kernel.blocks:
         shares = layer_shares(_layers(one.kernel), itself=itself)
-        pictures.append(layer_profile("layers", list(one.kernel.blocks), shares, f"Layers of {one.title}."))
+        pictures.append(layer_profile("layers", list(one.kernel.blocks), shares, LAYERS))
     return pictures
 
 
