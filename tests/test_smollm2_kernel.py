@@ -7,6 +7,7 @@ and say so.
 import json
 import os
 import pathlib
+from itertools import islice
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from jaxrl.train.arrays import ArrayStore
 
 pytestmark = pytest.mark.slow
 ROWS, LONGEST = 4, 96
-ROUNDING = 5e-6  # of an entry over its two norms: float32 sums over 135 million parameters, taken in two orders
+ROUNDING = 2e-6  # of an entry over its two norms: float32 sums over 135 million parameters, taken in two orders
 GAP = 1e-4  # the kernel's prediction against forward mode along the same update, relative
 
 
@@ -38,8 +39,9 @@ def folder() -> pathlib.Path:
 def files(shared, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
     """Questions with their gold solutions, different ones on the two sides."""
     out = tmp_path_factory.mktemp("rows")
-    lines = (shared / "data" / "gsm8k_train2000.jsonl").read_text().splitlines()[: 2 * ROWS]
-    problems = [json.loads(line) for line in lines]
+    lines = (shared / "data" / "gsm8k_train2000.jsonl").read_text().splitlines()
+    short = (p for p in map(json.loads, lines) if len(p["problem"]) < 200)
+    problems = list(islice(short, 2 * ROWS))
     rows = [{"prompt": f"Question: {p['problem']}\nAnswer:", "response": f" {p['solution']}"} for p in problems]
     return jsonl(out / "a.jsonl", rows[:ROWS]), jsonl(out / "b.jsonl", rows[ROWS:])
 
