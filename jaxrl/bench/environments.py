@@ -59,6 +59,11 @@ PEERS = {
     ),
 }
 
+# What pays for every pair of rows, and the work (pairs x parameters) beyond which it is left out: 16 x 16 rows at S.
+# It was 4.6 times the gradient pass there, and grows with the number of pairs.
+PAIRWISE = frozenset({"neural-tangents NTK_VECTOR_PRODUCTS"})
+PAIRWISE_WORK = 256 * 4_100_000
+
 
 def cache_folder() -> Path:
     """``$JAXRL_BENCH_CACHE``, else ``.cache/bench`` below the current folder."""
