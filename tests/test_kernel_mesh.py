@@ -56,14 +56,14 @@ def test_every_mesh_gives_the_same_kernel(kind, shape, metric):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("listed", [False, True], ids=["whole vocabulary", "tokens that occur"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_compiled_program_exchanges_what_the_formula_says(shape, listed, tied):
     """All-to-all of 4 (N + M) P / D bytes a device, and one sum of the kernel at the end."""
     config = ModelConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
-        tied=tied,
+        tied=tied, qkv_bias=True, qk_norm=True,
     )  # fmt: skip
     model = on_mesh(init_model(config, jax.random.key(0)), shape)
     tokens, n = np.random.default_rng(0).integers(0, 64, (2, 8, 32)), 8

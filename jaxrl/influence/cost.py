@@ -14,9 +14,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.influence.gradients import leaf_names
+from jaxrl.influence.stream import TENSOR
 from jaxrl.mesh import RULES
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.decoder import Decoder, param_axes
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.layers import PROJECTIONS
 from jaxrl.types import wide
 
@@ -115,13 +116,13 @@ def exchange_bytes(model: Decoder, mesh: Mesh, rows: int, listed: int) -> int:
     vocabulary): their entries count twice more for a tied matrix, and alone for an untied embedding. The
     vocabulary's last chunk may overlap the one before, which comes on top. KERNEL.md 5.
     """
-    names, tensor = leaf_names(model), mesh.shape["tensor"]
-    axes = jax.tree.leaves(param_axes(model.config), is_leaf=lambda x: isinstance(x, tuple))
+    tensor, shapes = mesh.shape["tensor"], matrix_shapes(model.config)
     numbers = 0
-    for name, axis, leaf in zip(names, axes, jax.tree.leaves(model), strict=True):
-        split = [size for a, size in zip(axis, leaf.shape, strict=True) if RULES[a] == ("tensor",)]
-        part = leaf.size // (tensor if split and split[0] % tensor == 0 else 1)
-        numbers += 0 if name == "embed" and listed and model.head is not None else part
+    for name, leaf in zip(leaf_names(model), jax.tree.leaves(model), strict=True):
+        own = name.removeprefix("layers.")
+        split = own in ("embed", "head") or (own in TENSOR and shapes[own][TENSOR[own] - 1] % tensor == 0)
+        if name != "embed" or model.head is None or not listed:
+            numbers += leaf.size // (tensor if split else 1)
     numbers += listed * model.config.hidden_size * (2 if model.head is None else 1)
     devices = math.prod(mesh.shape[name] for name in RULES["rows"])
     return wide(*(x.dtype for x in jax.tree.leaves(model))).itemsize * rows * numbers // devices
