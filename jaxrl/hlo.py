@@ -35,7 +35,9 @@ def collective_bytes(text: str, within: str = "") -> dict[str, int]:
                     continue
                 kind = found[2].removesuffix("-start")
                 if kind in COLLECTIVES and within in line:
-                    total[kind] += _bytes(found[1])
+                    total[kind] += _bytes(
+                        found[1], halves=kind != found[2] and kind in ("all-gather", "collective-permute")
+                    )
                 for called, times in _calls(line, found[2], of, bodies):
                     for key, value in called.items():
                         total[key] += times * value
@@ -59,7 +61,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _calls(line: str, kind: str, of: Any, bodies: dict[str, list[str]]) -> list[tuple[dict[str, int], int]]:
-    """What an operation runs, and how often."""
+    """What an operation runs, and how often. Of an asynchronous one the start alone runs it."""
+    if kind.endswith(("-update", "-done")):
+        return []
     names = re.findall(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)", line)
     branches = re.search(r"branch_computations=\{([^}]*)\}", line)
     names += [x.strip().lstrip("%") for x in branches[1].split(",")] if branches else []
@@ -86,6 +90,8 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
     return int(constants[test[1]]) if test and test[1] in constants else None
 
 
-def _bytes(shape: str) -> int:
-    arrays = [(kind, dims) for kind, dims in _ARRAY.findall(shape) if kind in _SIZES]
+def _bytes(shape: str, halves: bool = False) -> int:
+    """Bytes of the arrays of a shape; ``halves``: operands come first and results after, which alone count."""
+    arrays = [(kind, dims) for kind, dims in _ARRAY.findall(shape) if kind in _SIZES and (dims or not halves)]
+    arrays = arrays[len(arrays) // 2 :] if halves else arrays
     return sum(_SIZES[kind] * math.prod(int(d) for d in dims.split(",") if d) for kind, dims in arrays)

@@ -266,9 +266,14 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("-m", type=int, default=64, help="rows on the right")
     add.add_argument("--width", type=int, default=2048, help="tokens a row")
     add.add_argument("--scored", type=int, help="tokens of the longest response (default: all but the first)")
-    add.add_argument("--listed", type=int, help="different tokens that occur (default: as many as there can be)")
+    add.add_argument("--listed", type=_whole, help="different tokens that occur (default: as many as there can be)")
     add.add_argument("--dtype", default="bfloat16", help="what the model computes in")
-    add.add_argument("--param-dtype", default="float32", help="what parameters are kept in")
+    add.add_argument(
+        "--param-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="what parameters are kept in",
+    )
     add.add_argument("--json", action="store_true", help="machine-readable")
     return root
 
@@ -291,6 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return UsageError.exit_code
     return 0
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0 (0: the whole vocabulary), got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_a_kernel_of_rows_with_themselves_is_symmetric_and_has_no_negative_eigen
         assert np.abs(gradient_kernel(model, a, a).cosine()).max() <= 1 + 1e-12
 
 
-@pytest.mark.parametrize("method", ["reference", "columns"])
+@pytest.mark.parametrize("method", ["reference", pytest.param("columns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("blocks", ["layer", "leaf"])
 def test_blocks_add_up_to_the_kernel(world, method, blocks):
     model, a, b, expected = world
@@ -121,7 +121,7 @@ def test_a_streamed_method_refuses_what_it_cannot_stream(world):
         gradient_kernel(model, a, b, method="ghost", precondition=jax.tree.map(jnp.ones_like, model))
 
 
-@pytest.mark.parametrize("method", ["reference", "columns"])
+@pytest.mark.parametrize("method", ["reference", pytest.param("columns", marks=pytest.mark.slow)])
 def test_tok_divides_each_score_by_its_number_of_response_tokens(world, method):
     model, a, b, expected = world
     kernel = gradient_kernel(model, a, b, normalise="tok", method=method)
@@ -130,7 +130,7 @@ def test_tok_divides_each_score_by_its_number_of_response_tokens(world, method):
     assert kernel.normalise == "tok"
 
 
-@pytest.mark.parametrize("method", ["reference", "columns"])
+@pytest.mark.parametrize("method", ["reference", pytest.param("columns", marks=pytest.mark.slow)])
 def test_token_weights_act_on_the_side_they_are_given_for(world, method):
     model, a, b, _ = world
     wa, wb = (jax.random.normal(jax.random.key(i), r.tokens.shape) for i, r in enumerate((a, b)))
@@ -143,7 +143,7 @@ def test_token_weights_act_on_the_side_they_are_given_for(world, method):
     assert both.held_fixed == ("weights of rows_a", "weights of rows_b")
 
 
-@pytest.mark.parametrize("method", ["reference", "columns"])
+@pytest.mark.parametrize("method", ["reference", pytest.param("columns", marks=pytest.mark.slow)])
 def test_a_diagonal_metric_enters_products_and_norms(world, method):
     model, a, b, _ = world
     diagonal = jax.tree.map(lambda x: 0.5 + x**2, model)

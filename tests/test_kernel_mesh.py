@@ -24,6 +24,7 @@ from jaxrl.types import Rows
 SHAPES = [(2, 2, 1), (1, 8, 1), (8, 1, 1), (2, 2, 2), (1, 1, 8)]
 KINDS = {
     "tied": {},
+    "tied, few tokens occur": {"vocab_size": 300},
     "untied": {"tied": False, "qkv_bias": True, "mlp_bias": True, "qk_norm": True, "num_kv_heads": 2},
 }
 
@@ -33,7 +34,7 @@ def on_mesh(model, shape: tuple[int, int, int]):
     return shard_tree(mesh, param_axes(model.config), model)
 
 
-def same_on_the_mesh(kind: dict, shape: tuple[int, int, int], metric: bool = False) -> None:
+def assert_same_on_the_mesh(kind: dict, shape: tuple[int, int, int], metric: bool = False) -> None:
     model, a, b = small_model(**kind), some_rows(6), some_rows(5, seed=1, width=11)
     diagonal = jax.tree.map(lambda x: 0.5 + x**2, model) if metric else None
     expected = gradient_kernel(model, a, b, method="reference", precondition=diagonal)
@@ -52,7 +53,7 @@ def same_on_the_mesh(kind: dict, shape: tuple[int, int, int], metric: bool = Fal
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mesh_gives_the_same_kernel(kind, shape, metric):
-    same_on_the_mesh(KINDS[kind], shape, metric)
+    assert_same_on_the_mesh(KINDS[kind], shape, metric)
 
 
 @pytest.mark.slow
@@ -100,6 +101,13 @@ whole = shard_tree(make_mesh(2, 2, 1), param_axes(model.config), model)
 kernel = gradient_kernel(whole, a, b, method="streamed", noise=0)
 np.save(sys.argv[2] + sys.argv[1], np.asarray(kernel.values))
 """
+
+
+@pytest.mark.x64
+@pytest.mark.usefixtures("x64")
+def test_token_by_token_is_for_one_device():
+    with pytest.raises(ValueError, match="method 'ghost' is for one device"):
+        gradient_kernel(on_mesh(small_model(), (1, 2, 1)), some_rows(2), some_rows(2), method="ghost")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from jaxrl import keys
 from jaxrl.data.prompts import PromptPool
 from jaxrl.data.synthetic import DIGIT, EOS, LNG, Msa0
 from jaxrl.errors import UsageError
-from jaxrl.influence import gradients, kernels
+from jaxrl.influence import explicit, gradients
 from jaxrl.mesh import make_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import abstract_model, hidden, init_model, logits, with_config
@@ -352,7 +352,7 @@ def program(name):
     elif name == "predicted change of the probe":
         lowered = gradients._directional.lower(model, model, rows, token, logps=token_logps, chunk=None, order=1)
     else:
-        lowered = kernels._gradients.lower(model, rows, token, logps=token_logps)
+        lowered = explicit._gradients.lower(model, rows, token, logps=token_logps)
     return lowered.compile()
 
 

@@ -240,7 +240,9 @@ def test_what_does_not_fit_is_named(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [{}, {"tied": False, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"vocab_size": 300}, {"tied": False, "qkv_bias": True, "mlp_bias": True, "qk_norm": True}]
+)
 def test_sketches_of_streamed_gradients_are_those_of_explicit_ones(kind):
     """Same hash, whatever the blocks: whole, transposed (the head), only tokens that occur, in row tiles."""
     model, rows = small_model(**kind), some_rows(6, width=11)

@@ -143,14 +143,14 @@ def check_finite(one: Found) -> None:
 def draw(out: pathlib.Path, about: Mapping[str, Any], found: list[Found], steps: list[Step]) -> list[pathlib.Path]:
     """The pictures and the page beside ``out``; those of an earlier kernel of this name that are not drawn again go."""
     shown = [(one, drawn(one)) for one in found]
-    pictures = {out.with_name(f"{out.stem}{one.stem}-{p.name}.png"): p for one, some in shown for p in some}
+    pictures = {out.with_name(f"{stem_of(out)}{one.stem}-{p.name}.png"): p for one, some in shown for p in some}
     if steps:
-        pictures[out.with_name(f"{out.stem}-steps.png")] = drawn_steps(steps)
+        pictures[out.with_name(f"{stem_of(out)}-steps.png")] = drawn_steps(steps)
     for file, picture in pictures.items():
         write(file, picture.png)
     for name in PICTURES:
         for stem in ("", "-probe"):
-            stale = out.with_name(f"{out.stem}{stem}-{name}.png")
+            stale = out.with_name(f"{stem_of(out)}{stem}-{name}.png")
             if stale not in pictures:
                 stale.unlink(missing_ok=True)
     write(page_of(out), found_page(about, shown, steps).encode())
@@ -159,12 +159,22 @@ def draw(out: pathlib.Path, about: Mapping[str, Any], found: list[Found], steps:
 
 def page_of(out: pathlib.Path) -> pathlib.Path:
     """The HTML page beside ``out``."""
-    return out.with_name(f"{out.stem}.html")
+    return out.with_name(f"{stem_of(out)}.html")
+
+
+def stem_of(out: pathlib.Path) -> str:
+    """What the files beside ``out`` are called: its name, without ``.zarr``."""
+    return out.name.removesuffix(".zarr")
 
 
 def may_write(out: pathlib.Path, overwrite: bool) -> None:
     """Raise ``UsageError`` when ``out`` is there and not to be replaced, or is nothing that this command wrote."""
     free(out, overwrite)
+    beside = [page_of(out), *(out.with_name(f"{stem_of(out)}-{name}.png") for name in PICTURES)]
+    if not out.exists():  # nothing of these can be an earlier kernel's
+        for file in beside:
+            if file.exists() and not overwrite:
+                raise UsageError(f"{file}: is there already and would be replaced; give --overwrite or another --out")
     if out.exists() and not any((out / name / ".zarray").is_file() for name in ("kernel", "probe_kernel")):
         raise UsageError(f"{out}: is no kernel that `jaxrl kernel` wrote, so it is not replaced; name another --out")
 

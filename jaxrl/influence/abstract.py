@@ -66,13 +66,13 @@ def abstract_job(
 def abstract_arguments(job: Streaming, listed: int | None = None) -> tuple[Any, ...]:
     """``tiling.arguments`` as shapes. ``listed``: how many different tokens occur on both sides together.
 
-    By default as many as there are tokens, or the whole vocabulary if that is less.
+    By default as many as there are tokens, or the whole vocabulary if that is less; 0 goes over all of it.
     """
     consumer, vocab = job.contract(), job.model.config.vocab_size
     sides, entries = zip(*(_side(job, rows, consumer) for rows, *_ in job.sides), strict=True)
     bound = min(sum(rows.tokens.size for rows, *_ in job.sides), vocab)
     size = rounded_list(min(listed or bound, bound), vocab)
-    dense = job.dense if job.dense is not None else 2 * size > vocab
+    dense = job.dense if job.dense is not None else listed == 0 or 2 * size > vocab
     ids, at_once = None, 0
     if not (dense and job.model.head is None):
         at_once = consumer.padded(min(job.chunk, size))

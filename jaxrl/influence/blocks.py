@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,13 @@ class Place:
         return dataclasses.replace(self, offset=self.offset + rows * self.strides[0])
 
 
+def row_devices(mesh: Mesh | None) -> int:
+    """Devices of a mesh that rows are split over."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in ROWS)
+
+
 @dataclass(frozen=True)
-class Consumer:
+class Consumer(ABC):
     """What blocks are handed to. ``mesh``: None on one device. ``block``: bytes that all rows' blocks may take.
 
     A consumer starts from ``start``, folds blocks in by ``explicit`` and ``cross``, and ``finish`` gives what
@@ -56,7 +62,7 @@ class Consumer:
     @property
     def row_devices(self) -> int:
         """Devices that rows are split over."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in ROWS)
+        return row_devices(self.mesh)
 
     def by_rows(self, tree: Any) -> Any:
         """Arrays held by rows and by nothing else. Left alone, the partitioner splits hidden states like weights."""
@@ -89,10 +95,11 @@ class Consumer:
         """Matrices of a layer that are consumed by ``tokenwise`` instead, without forming gradients."""
         return frozenset()
 
+    @abstractmethod
     def start(self, n: int, m: int, dtype: Any) -> Any:
         """Nothing consumed yet, for n and m rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def explicit(
         self, sums: Any, place: Place, blocks: tuple[Array, ...], metric: Array | None, tensor: int | None = None
     ) -> Any:
@@ -100,21 +107,20 @@ class Consumer:
 
         ``tensor``: which axis of the block the mesh's tensor axis splits, if any.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def cross(
         self, sums: Any, place: Place, first: tuple[Array, ...], second: tuple[Array, ...], metric: Array | None
     ) -> Any:
         """Complete gradients ``first + second`` when ``first`` alone has been folded in."""
-        raise NotImplementedError
 
     def tokenwise(self, sums: Any, place: Place, factors: tuple[Factor, ...]) -> Any:
-        """Fold in a matrix's gradients by their factors alone."""
-        raise NotImplementedError
+        """Fold in a matrix's gradients by their factors alone, for the matrices of ``ghost``."""
+        raise TypeError(f"{type(self).__name__} consumes gradients, not factors: {place.name} is none of its `ghost`")
 
+    @abstractmethod
     def finish(self, sums: Any) -> Any:
         """What all blocks gave."""
-        raise NotImplementedError
 
     def matrix(
         self, sums: Any, place: Place, factors: tuple[Factor, ...], metric: Array | None, tensor: int | None = None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl.influence.gradients import need_rows, row_weights, unit_tangent
+from jaxrl.influence.gradients import checked_temperature, need_rows, row_weights, unit_tangent
 from jaxrl.models.decoder import (
     Decoder,
     embed_tokens,
@@ -59,7 +59,7 @@ def reverse_change(
         raise TypeError(f"model: expected a Decoder, got {type(model).__name__}; use predicted_change for other models")
     need_rows(rows, "rows", model)
     tangent, scale = unit_tangent(model, direction)
-    temperature = jnp.asarray(temperature, jnp.result_type(float))
+    temperature = jnp.asarray(checked_temperature(temperature), jnp.result_type(float))
     weights = row_weights(rows, normalise, weights)
     slopes = _slopes(model, tangent, rows, weights, temperature, chunk, attend or row_attention)
     return slopes * scale.astype(slopes.dtype)

@@ -49,7 +49,7 @@ class Job:
 def reference(job: Job) -> Found:
     """All gradients at once, each flattened, and one matrix product a block: the definition, for small models."""
     n, m = job.size
-    if job.fits < n + m:
+    if job.fits < (n if job.same else n + m):
         raise ValueError(
             f"method 'reference': {n} + {m} gradients exceed `memory`, where {job.fits} fit; raise it, or use "
             "method='streamed' (a decoder) or method='chunked'"
@@ -86,6 +86,8 @@ def chunked(job: Job) -> Found:
 def columns(job: Job) -> Found:
     """One row of A at a time: its gradient, then a forward-mode pass over B for every block."""
     out, norms_a = column_values(job)
+    if job.same:  # forward and reverse mode differ by what the passes round, which is much in bf16
+        out = (out + out.transpose(0, 2, 1)) / 2
     (rows_b, weights_b), norms_b = job.sides[1], np.zeros(job.size[1])
     for j in range(len(norms_b)):
         norms_b[j] = (

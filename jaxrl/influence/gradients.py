@@ -10,15 +10,18 @@ decoder's ``token_logps``, which forward mode can differentiate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl.errors import nearest
+from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows, check_shapes, is_concrete, wide
@@ -37,6 +40,8 @@ def row_weights(rows: Rows, normalise: str = "sum", weights: Array | None = None
         weights = jnp.asarray(weights)
         if weights.shape != rows.tokens.shape:
             raise ValueError(f"weights: expected one a token, shape {rows.tokens.shape}, got {weights.shape}")
+        if is_concrete(weights) and not bool(jnp.all(jnp.isfinite(weights))):
+            raise ValueError("weights: they hold NaN or infinity, which every product with their rows would take on")
         weights = weights.astype(wide(weights.dtype))
         return jnp.where(rows.mask(), weights, jnp.zeros((), weights.dtype))
     if normalise not in NORMALISE:
@@ -45,6 +50,29 @@ def row_weights(rows: Rows, normalise: str = "sum", weights: Array | None = None
     if normalise == "sum":
         return mask
     return mask / jnp.maximum(rows.response_length(), 1).astype(mask.dtype)[:, None]
+
+
+def need_finite(model: Any) -> None:
+    """``ValueError`` naming the first parameter that holds NaN or infinity."""
+    if not is_concrete(model):
+        return
+    finite = np.asarray(to_host(_finite(jax.tree.leaves(model))))
+    if not finite.all():
+        bad = [name for name, ok in zip(leaf_names(model), finite, strict=True) if not ok]
+        raise ValueError(f"model: {bad[0]} holds NaN or infinity ({len(bad)} of {len(finite)} parameters do)")
+
+
+@jax.jit
+def _finite(leaves: list[Array]) -> Array:
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
+
+
+def checked_temperature(temperature: float | Array) -> float:
+    """A temperature as a number; ``ValueError`` unless it is finite and above 0."""
+    value = float(temperature)
+    if not 0 < value < math.inf:
+        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+    return value
 
 
 @cache
@@ -202,6 +230,13 @@ def need_rows(rows: Rows, name: str, model: Any, *, responses: bool = False) -> 
     check_shapes(rows, vocab_size=model.config.vocab_size if isinstance(model, Decoder) else None)
     if not responses:
         return
+    limit = model.config.vocab_limit if isinstance(model, Decoder) else None
+    if limit is not None and bool(jnp.any(rows.mask() & (rows.tokens >= limit))):
+        row, at = np.argwhere(np.asarray(rows.mask() & (rows.tokens >= limit)))[0]
+        raise ValueError(
+            f"{name}: row {row} is scored on id {rows.tokens[row, at]}, which the vocabulary limit of {limit} excludes: "
+            "its probability is 0 and has no gradient"
+        )
     empty = jnp.flatnonzero(rows.response_length() == 0)
     if empty.size:
         raise ValueError(

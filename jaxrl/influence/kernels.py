@@ -19,7 +19,16 @@ from jaxrl.errors import nearest
 from jaxrl.influence import explicit, tiling
 from jaxrl.influence.cost import BLOCK, Choice, choose, human, working_memory
 from jaxrl.influence.explicit import Blocks, Found, Job
-from jaxrl.influence.gradients import Logps, at_temperature, fitted, leaf_names, need_rows, row_weights
+from jaxrl.influence.gradients import (
+    Logps,
+    at_temperature,
+    checked_temperature,
+    fitted,
+    leaf_names,
+    need_finite,
+    need_rows,
+    row_weights,
+)
 from jaxrl.influence.noise import NOISE_ROWS, noise_floor
 from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
@@ -73,8 +82,11 @@ def gradient_kernel(
             raise ValueError(f"{name}: {nearest(value, known)}, got {value!r}")
     need_finite(model)
     given = (_here(rows_a), _here(rows_b))
-    pair = weights if isinstance(weights, tuple) else (weights, None)
-    heat = temperature if isinstance(temperature, tuple) else (temperature, temperature)
+    if noise is not None and noise < 0:
+        raise ValueError(f"noise: expected a number of rows, 0 or more, got {noise}")
+    pair = tuple(weights) if isinstance(weights, tuple | list) else (weights, None)
+    heat = tuple(temperature) if isinstance(temperature, tuple | list) else (temperature, temperature)
+    heat = (checked_temperature(heat[0]), checked_temperature(heat[1]))
     scorers = logps if isinstance(logps, tuple) else (logps, logps)
     sides = _Sides(given, pair, heat, scorers, normalise, given[0] is given[1])
     return _kernel(model, sides, method, precondition, blocks, working_memory(memory), noise)
@@ -186,6 +198,8 @@ def _computed(
         job.model, sides[: 1 if job.same else 2], job.diagonal, job.blocks, memory,
         ghost=True if choice.method == "ghost" else None,
     )  # fmt: skip
+    if choice.method == "ghost" and streaming.mesh is not None:
+        raise ValueError("method 'ghost' is for one device; use 'streamed' for a model that lies on a mesh")
     return *tiling.streamed(streaming), _how(streaming)
 
 
@@ -200,21 +214,6 @@ def _how(job: tiling.Streaming) -> str:
     if contract.mesh is not None:
         said.append("on a mesh of " + " x ".join(f"{name}={size}" for name, size in contract.mesh.shape.items()))
     return "; ".join(said)
-
-
-def need_finite(model: Any) -> None:
-    """``ValueError`` naming the first parameter that holds NaN or infinity."""
-    if not is_concrete(model):
-        return
-    finite = np.asarray(to_host(_finite(jax.tree.leaves(model))))
-    if not finite.all():
-        bad = [name for name, ok in zip(leaf_names(model), finite, strict=True) if not ok]
-        raise ValueError(f"model: {bad[0]} holds NaN or infinity ({len(bad)} of {len(finite)} parameters do)")
-
-
-@jax.jit
-def _finite(leaves: list[Array]) -> Array:
-    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
 
 
 def _here(rows: Rows | Packed) -> Any:
@@ -232,7 +231,9 @@ def _block_index(model: Any, blocks: str) -> Blocks:
     names: dict[str, int] = {}
     index: list[int | tuple[int, ...]] = []
     for leaf, value in zip(leaf_names(model), jax.tree.leaves(model), strict=True):
-        if blocks == "layer" and leaf.startswith("layers."):
+        if blocks == "layer" and leaf.startswith("layers.") and not isinstance(model, Decoder):
+            index.append(names.setdefault(".".join(leaf.split(".")[:2]), len(names)))  # layers.0.w: not stacked
+        elif blocks == "layer" and leaf.startswith("layers."):
             index.append(tuple(names.setdefault(f"layers.{d}", len(names)) for d in range(value.shape[0])))
         else:
             index.append(names.setdefault("total" if blocks == "total" else leaf, len(names)))

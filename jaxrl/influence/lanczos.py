@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from jaxrl.influence.gradients import Logps, need_rows, predicted_change, row_weights, scores
+from jaxrl.influence.gradients import Logps, need_finite, need_rows, predicted_change, row_weights, scores
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows, wide
 
@@ -75,6 +75,7 @@ def top_spectrum(
 
     Raises ``ValueError`` unless ``1 <= k <= steps <= N``.
     """
+    need_finite(model)
     need_rows(rows, "rows", model)
     n = rows.start.shape[0]
     if not 1 <= k <= n:

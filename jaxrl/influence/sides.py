@@ -31,7 +31,8 @@ def side_of(rows: Rows | Packed, weights: Float[Array, "N W"], temperature: floa
         tokens, positions, segments = rows.tokens, rows.position, rows.segment
         index = slots(rows, width)
     else:
-        tokens = jnp.asarray(rows.tokens)[:, :width]
+        used = np.arange(width)[None] < length[:, None]  # what stands in padding may be no token at all
+        tokens = np.where(used, np.asarray(rows.tokens)[:, :width], 0)
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
         target = np.asarray(rows.tokens)[row, np.where(real, t, 0)]
         place = np.where(real, t - 1, 0)

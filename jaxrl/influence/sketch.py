@@ -23,7 +23,16 @@ from jaxtyping import Array, Float
 
 from jaxrl.errors import nearest
 from jaxrl.influence.cost import choose, working_memory
-from jaxrl.influence.gradients import Logps, at_temperature, leaf_names, need_rows, row_gradients, row_weights
+from jaxrl.influence.gradients import (
+    Logps,
+    at_temperature,
+    checked_temperature,
+    leaf_names,
+    need_finite,
+    need_rows,
+    row_gradients,
+    row_weights,
+)
 from jaxrl.influence.hashing import check_size, leaf_seed, sketch_block
 from jaxrl.influence.sketching import streamed_sketch
 from jaxrl.mesh import to_host
@@ -112,8 +121,12 @@ def gradient_sketch(
     time) or ``auto`` as in ``gradient_kernel``, whose arguments the others are. Raises ``ValueError`` when there
     are no rows, one has no response, or ``size`` is below 1.
     """
+    need_finite(model)
     need_rows(rows, "rows", model, responses=True)
     check_size(size)
+    temperature = checked_temperature(temperature)
+    if logps is not token_logps and temperature != 1:
+        raise ValueError(f"temperature: {temperature} has no meaning beside `logps`; let that apply it")
     if method not in METHODS:
         raise ValueError(f"method: {nearest(method, METHODS)}, got {method!r}")
     weight = row_weights(rows, normalise, weights)

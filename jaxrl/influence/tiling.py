@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxrl.errors import OutOfMemory
-from jaxrl.influence.blocks import Consumer
+from jaxrl.influence.blocks import Consumer, row_devices
 from jaxrl.influence.cost import BLOCK, CHUNK, ghost_leaves, human, row_bytes, tiles
 from jaxrl.influence.explicit import Blocks, Found
 from jaxrl.influence.factors import Side
@@ -62,14 +62,19 @@ class Streaming:
     @property
     def mesh(self) -> Mesh | None:
         """The mesh that the parameters lie on; None for one device."""
-        sharding = jax.tree.leaves(self.model)[0].sharding
+        sharding = getattr(jax.tree.leaves(self.model)[0], "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 and sharding.mesh.axis_names == AXES:
             return sharding.mesh
         return None
 
     def widths(self) -> tuple[int, int]:
         """Tokens of a row after the cut, on both sides."""
-        found = [rounded(int(np.asarray(rows.length).max()), rows.tokens.shape[1]) for rows, *_ in self.sides]
+        found = [
+            rows.tokens.shape[1]
+            if isinstance(rows, Packed)
+            else rounded(int(np.asarray(rows.length).max()), rows.tokens.shape[1])
+            for rows, *_ in self.sides
+        ]
         return found[0], found[-1]
 
     def contract(self, same: bool | None = None) -> Contract:
@@ -104,10 +109,16 @@ def streamed(job: Streaming) -> Found:
 def tile_sizes(job: Streaming) -> tuple[int, int]:
     """Rows of either side at a time. A packed side is one tile: its rows hold several sequences."""
     n, m = job.size
-    devices = Consumer(job.mesh, job.block).row_devices
+    devices = row_devices(job.mesh)
     each = row_bytes(job.model.config, max(job.widths())) // devices
     fits = (job.memory - 2 * job.block) // max(each, 1)
     if any(isinstance(rows, Packed) for rows, *_ in job.sides):
+        held = [(rows.tokens if isinstance(rows, Packed) else rows.start).shape[0] for rows, *_ in job.sides]
+        if sum(held) > max(fits, 0):
+            raise ValueError(
+                f"memory: packed rows are taken at once, and {sum(held)} rows need memory={memory_for(sum(held), each)}; "
+                "give that, or unpack them (`jaxrl.models.packing.unpack`), which are worked through in tiles"
+            )
         return n, m
     if fits < 2:
         raise ValueError(
