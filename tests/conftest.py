@@ -1,5 +1,6 @@
 """Shared settings: strict promotion, eight CPU devices, a persistent compilation cache, fixtures."""
 
+import gc
 import json
 import os
 import pathlib
@@ -20,9 +21,21 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# The slow tests' large programs are compiled once: nothing is won by storing them, and jaxlib 0.10.2 has been seen
-# to crash while it serialised one for the cache.
-jax.config.update("jax_enable_compilation_cache", not os.environ.get("JAXRL_TEST_OPTIMISED"))
+
+
+# A compiled program maps dozens of pieces of memory, and Linux gives a process 65,530 of them: a worker that had run
+# some fifty files crashed in the compiler with 57,000.
+MAPS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Forgets compiled programs after a file when the process holds many."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

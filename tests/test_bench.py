@@ -170,6 +170,7 @@ def quick() -> dict:
     return {name: run(parse(f"{name} --repeats 1"), TINY) for name in BASELINES}
 
 
+@pytest.mark.slow
 def test_the_quick_subjects_give_finite_positive_ratios_to_their_baselines(quick):
     assert {*BASELINES, "kernel"} == set(SUBJECTS)
     for name, baseline in BASELINES.items():
@@ -181,6 +182,7 @@ def test_the_quick_subjects_give_finite_positive_ratios_to_their_baselines(quick
         assert {row["case"]: row["ratio"]["value"] for row in rows}[baseline] == 1
 
 
+@pytest.mark.slow
 def test_tables_name_every_case(quick):
     for name, result in quick.items():
         out = io.StringIO()

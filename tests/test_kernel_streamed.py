@@ -308,6 +308,7 @@ def test_the_gradients_behind_the_kernel_are_those_of_the_definition():
     assert VOCAB == model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_remainders_of_steps_along_a_row_fall_with_the_square_and_the_cube_of_the_step():
     """What is left of the change after eta A K: slope 2 one-sided, slope 3 of central differences."""
     model, (a, b) = small_model(tied=False), rows_of_two_widths()

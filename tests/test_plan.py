@@ -62,6 +62,7 @@ def described(tree) -> list:
     return [(x.shape, x.dtype, place(x)) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("occur", [100, 400], ids=["listed", "whole vocabulary"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)

@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
 # ---------------------------------------------------------------- what is logged
 
 
-@pytest.mark.parametrize("name", ["grpo", "self"])
+@pytest.mark.parametrize("name", ["grpo", pytest.param("self", marks=pytest.mark.slow)])
 def test_every_step_logs_what_comparisons_need(name, runs):
     """REFERENCE: kept fraction, greedy accuracy, optimiser steps, KL to the base."""
     train, probe = lines(runs(name), "train"), lines(runs(name), "probe")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxrl.influence.account import Step, against_sgd, explained, step_account
 from jaxrl.influence.audit import advantage_bound, batch_audit, naive_violations, order_audit, pair_audit
 from jaxrl.influence.batch import batch_gradient, coefficients
 from jaxrl.influence.exactness import chosen_rows, finite_difference_error, score_identity
-from jaxrl.influence.gradients import Logps
+from jaxrl.influence.gradients import at_temperature
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.influence.outcome import verdicts, write_check
 from jaxrl.influence.precision import precision_sweep
@@ -31,7 +30,6 @@ from jaxrl.influence.slopes import fit_slope
 from jaxrl.influence.sweep import BATCH_ETAS, Line, Pairs, line_sweep, pair_sweep, stratified
 from jaxrl.influence.training import Training, training_audit
 from jaxrl.models.decoder import Decoder, cast
-from jaxrl.models.logps import token_logps
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.types import Probe, Rows, Term
 
@@ -174,14 +172,13 @@ def batch_sweep(model: Decoder, term: Term, probe: Rows, *, temperature: float =
 
     Raises ``ValueError`` when no row of the term has a gradient.
     """
-    scored: Logps = token_logps if temperature == 1 else _tempered(temperature)
     live = np.flatnonzero(np.asarray(term.batch.rows.response_length()) > 0)
     term = Term(jax.tree.map(lambda x: jnp.asarray(x)[live], term.batch), term.loss)
-    weighed = coefficients(model, term, logps=scored)
+    weighed = coefficients(model, term, logps=at_temperature(temperature))
     if not weighed.row.any():
         raise ValueError("the policy term carries no signal: every row has weight or advantage 0; check another step")
     kernel = gradient_kernel(
-        model, term.batch.rows, probe, weights=jnp.asarray(weighed.token), logps=(scored, token_logps)
+        model, term.batch.rows, probe, weights=jnp.asarray(weighed.token), temperature=(temperature, 1.0)
     )
     mask = np.asarray(term.batch.rows.mask())
     mean = [np.where(mask, np.asarray(x), 0).sum(1) / mask.sum(1) for x in (term.batch.advantage, term.batch.weight)]
@@ -225,12 +222,6 @@ def _kernel_error(sweep: BatchSweep) -> float:
     """How far ``sum_n w_n A_n K_nj`` is from minus the loss gradient dotted with the probe's, relative to the largest."""
     first = sweep.line.first
     return float(np.abs(sweep.weight_advantage @ sweep.kernel - first).max() / np.abs(first).max())
-
-
-@cache
-def _tempered(temperature: float) -> Logps:
-    """One function a temperature, so that nothing compiles twice."""
-    return partial(token_logps, temperature=temperature)
 
 
 def double(tree: Any) -> Any:
