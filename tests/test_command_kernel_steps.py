@@ -109,6 +109,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(module, "verified", lambda *a: steps)
 
 
+@pytest.mark.slow
 def test_steps_are_stored_and_drawn_and_go_with_the_next_kernel_that_takes_none(model, fake, tmp_path):
     words = ("kernel", model, "--a", jsonl(tmp_path / "a.jsonl", SUMS[:2]), "--out", tmp_path / "K.zarr")
     said = command(*words, "--verify")

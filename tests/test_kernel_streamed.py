@@ -69,9 +69,8 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.slow)], ids=["untied-bias-qknorm", "windows-limit"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FEW, ids=["untied-bias-qknorm", "windows-limit"])
 def test_streaming_gives_the_reference_kernel(kind):
     model, (a, b) = small_model(**kind), rows_of_two_widths()
     if "vocab_limit" in kind:  # scored ids lie below the limit

@@ -131,6 +131,7 @@ def test_in_half_precision_another_batch_shape_clips_no_token(models):
     assert (exact["ratio"].value, exact["abs_log_ratio"].value) == (1, 0)
 
 
+@pytest.mark.slow
 def test_what_was_sampled_is_scored_even_where_its_text_has_other_ids(models, tmp_path):
     """5. Ids in, ids out: rollouts, old log-probs and terms hold the sampled ids; text only reaches the verifier."""
     (tmp_path / "p.jsonl").write_text(
@@ -195,6 +196,7 @@ def test_prompts_of_equal_tokens_are_groups_of_their_own(models):
     assert [v.status for v in msa0([0, 40], [same] * 2).grade([0, 40], [zero, zero])] == ["correct", "wrong"]
 
 
+@pytest.mark.slow
 def test_rows_keep_their_advantage_and_old_log_probs_when_kept_prompts_come_first():
     """20. What the filter reorders, it reorders together."""
     graded = b8(greedy_correct=jnp.asarray([True, False, True]))
@@ -222,6 +224,7 @@ def test_rows_keep_their_advantage_and_old_log_probs_when_kept_prompts_come_firs
 # ---- several updates a rollout batch
 
 
+@pytest.mark.slow
 def test_later_mini_batches_are_measured_against_the_policy_that_sampled():
     """21. Old log-probs are stored before the first update, so the second mini-batch's ratio is not 1."""
     model, tx = tiny_model(0), make_optimiser(Optimiser(type="sgd", lr=0.5), total=3)

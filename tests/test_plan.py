@@ -98,10 +98,12 @@ def planned():
     return found, sum(x.nbytes for x in jax.live_arrays() if id(x) not in before), texts[0]
 
 
+@pytest.mark.slow
 def test_a_plan_allocates_nothing(planned):
     assert planned[1] == 0
 
 
+@pytest.mark.slow
 def test_a_plan_states_memory_and_traffic_of_the_compiled_program(planned):
     found, c = planned[0], config()
     shards = sum(math.prod(s) for s in param_shapes(c).values())
@@ -118,6 +120,7 @@ def test_a_plan_states_memory_and_traffic_of_the_compiled_program(planned):
     assert "8 x 8 rows of 32 tokens (16 scored, 128 entries" in found.lines()[0]
 
 
+@pytest.mark.slow
 def test_no_device_gathers_the_vocabulary_only_to_take_a_chunk_of_it(planned):
     """Left to itself the partitioner gathers all of a matrix that is split when a part of it is needed whole."""
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", planned[2])
@@ -184,6 +187,7 @@ def test_the_command_says_what_is_wrong(capsys):
     assert "n=0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_the_device_is_exit_code_3(planned, capsys, monkeypatch):
     monkeypatch.setattr(plan, "plan_kernel", lambda *args, **options: planned[0])
     command = ["kernel", "--config", "qwen2.5-math-1.5b", "--json"]

@@ -446,6 +446,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
     assert "&lt;b&gt;x&lt;/b&gt;" in html
 
 
+@pytest.mark.slow
 def test_the_same_numbers_draw_the_same_bytes(two_runs):
     first, second = (check_pictures(two_runs[0] / "check")[0] for _ in range(2))
     assert [picture.png for picture in first] == [picture.png for picture in second]

@@ -99,6 +99,7 @@ def test_lines_are_means_with_the_counts_that_merge_them(runs):
         assert line["reward/mean/n"] == 32 * line["rollout/kept"]
 
 
+@pytest.mark.slow
 def test_metrics_of_several_updates_a_step_are_merged_by_their_counts(runs):
     train = lines(runs("several updates"), "train")
     assert [line["optim/updates"] for line in train] == [4, 8, 12, 16, 20, 24]
