@@ -15,7 +15,7 @@ from jaxrl.influence.factors import Side
 from jaxrl.influence.gradients import leaf_names
 from jaxrl.influence.sides import rounded
 from jaxrl.influence.stream import Plan
-from jaxrl.influence.tiling import Streaming
+from jaxrl.influence.tiling import Streaming, vocabulary_chunk
 from jaxrl.mesh import partition, shardings
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder, abstract_model, param_axes
@@ -77,10 +77,7 @@ def abstract_arguments(job: Streaming, listed: int | None = None) -> tuple[Any, 
     if not (dense and job.model.head is None):
         at_once = consumer.padded(min(job.chunk, size))
         ids = jax.ShapeDtypeStruct((-(-size // at_once) * at_once,), jnp.int32)  # on no device in particular
-    chunk = min(job.chunk, vocab)
-    if consumer.mesh is not None:
-        chunk = max(consumer.mesh.size, chunk // consumer.mesh.size * consumer.mesh.size)
-    return job.model, sides, entries, ids, None, Plan(consumer, chunk, at_once)
+    return job.model, sides, entries, ids, None, Plan(consumer, vocabulary_chunk(job, consumer), at_once)
 
 
 def rounded_list(count: int, vocab: int) -> int:

@@ -171,11 +171,7 @@ def arguments(
     if consumer.mesh is not None:
         filled = [_filled(side, entry, consumer) for side, entry in zip(plain, entries, strict=True)]
         plain, entries = zip(*filled, strict=True)
-    vocab = job.model.config.vocab_size
-    chunk = min(job.chunk, vocab)
-    if consumer.mesh is not None:  # a chunk is shared by all devices
-        chunk = max(consumer.mesh.size, chunk // consumer.mesh.size * consumer.mesh.size)
-    plan = Plan(consumer, chunk, listed)
+    plan = Plan(consumer, vocabulary_chunk(job, consumer), listed)
     return job.model, plain, entries, ids, job.metric, plan
 
 
