@@ -175,6 +175,14 @@ def arguments(
     return job.model, plain, entries, ids, job.metric, plan
 
 
+def vocabulary_chunk(job: Streaming, consumer: Consumer) -> int:
+    """Vocabulary entries at a time; on a mesh a multiple of its devices, which share a chunk."""
+    chunk = min(job.chunk, job.model.config.vocab_size)
+    if consumer.mesh is None:
+        return chunk
+    return max(consumer.mesh.size, chunk // consumer.mesh.size * consumer.mesh.size)
+
+
 def listing(job: Streaming, sides: tuple[Side, ...], consumer: Consumer) -> tuple[tuple[Array, ...], int, Array | None]:
     """Every token's entry, entries at a time, and the list of tokens that occur (None: the whole vocabulary)."""
     vocab, tied = job.model.config.vocab_size, job.model.head is None
