@@ -8,7 +8,9 @@ import pathlib
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = "--xla_force_host_platform_device_count=8"
 # Eight devices on two cores: collectives of one program must not overtake one another, and starved ones may take long.
-FLAGS += " --xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_collective_call_terminate_timeout_seconds=300"
+FLAGS += (
+    " --xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_collective_call_terminate_timeout_seconds=300"
+)
 # Most of the suite's time is compilation of programs that run once on tiny arrays: without LLVM's
 # expensive passes it halves. JAXRL_TEST_OPTIMISED=1 compiles as the product does (CI's slow tests).
 if not os.environ.get("JAXRL_TEST_OPTIMISED"):
