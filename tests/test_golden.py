@@ -171,6 +171,7 @@ def small(seed):
     return init_model(dataclasses.replace(SMALL, dtype=dtype), keys.root(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_mean_influence_plus_the_enumerated_kl_is_zero_within_three_standard_errors(x64):
     """A3: with the KL of another source, and truncated responses included; without them it must break."""

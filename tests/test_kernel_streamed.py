@@ -117,9 +117,7 @@ def test_a_streamed_kernel_of_rows_with_themselves_is_symmetric_and_has_no_negat
     assert_near(np.diag(values), kernel.sq_norms_b)
 
 
-@pytest.mark.parametrize(
-    "case", ["metric", pytest.param("itself", marks=pytest.mark.slow), pytest.param("limit", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in ("metric", "itself", "limit")])
 def test_a_tied_matrix_of_which_few_tokens_occur_gives_the_reference_kernel(case):
     """Under a metric and temperatures, of rows with themselves, and with prompt ids above the vocabulary limit."""
     limit = 200 if case == "limit" else None

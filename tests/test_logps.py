@@ -76,7 +76,7 @@ def test_double_precision_parameters_give_double_precision_scores(x64):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_chunk_size_changes_neither_scores_nor_gradients(x64, chunk):
     model = cast(some_model(), jnp.float64)
     got, want = token_logps(model, ROWS, chunk=chunk), token_logps(model, ROWS)

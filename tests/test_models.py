@@ -87,7 +87,7 @@ def decode(model, tokens, chunk: int, pad: int = 0, spare: int = 0):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("chunk", [12, 4, 1])
+@pytest.mark.parametrize("chunk", [pytest.param(12, marks=pytest.mark.slow), 4, 1])
 def test_prefill_and_decoding_reproduce_the_forward_pass(x64, chunk):
     model = cast(some_model(), jnp.float64)
     for pad, spare in ((0, 0), (5, 3)):
@@ -119,6 +119,7 @@ def test_remat_policies_give_equal_gradients(x64, remat):
     assert largest(gradient(model, rows), gradient(with_config(model, remat=remat), rows)) < SAME["float64"]
 
 
+@pytest.mark.slow
 def test_remat_saves_memory_in_the_order_of_its_policies():
     config = dataclasses.replace(PLAIN, num_layers=8, intermediate_size=256)
     rows = jax.eval_shape(lambda: every_row(16))
@@ -159,7 +160,14 @@ def test_embedding_gradients_are_summed_in_single_precision():
     np.testing.assert_allclose(got, want, rtol=0, atol=SAME["float32"])
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=2, tensor=2), dict(data=2, fsdp=2), dict(data=2, tensor=2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(fsdp=2, tensor=2),
+        pytest.param(dict(data=2, fsdp=2), marks=pytest.mark.slow),
+        pytest.param(dict(data=2, tensor=2), marks=pytest.mark.slow),
+    ],
+)
 def test_a_sharded_model_scores_and_differentiates_like_an_unsharded_one(model, sizes):
     mesh = make_mesh(**({"fsdp": 1} | sizes), devices=jax.devices()[:4])
     rows = jax.tree.map(lambda x: x[:20], every_row())

@@ -32,6 +32,7 @@ def test_the_base_is_the_specified_decoder():
     assert (module.BASE_LR, module.BASE_STEPS, module.BASE_BATCH) == (4e-3, 3000, 128)
 
 
+@pytest.mark.slow
 def test_base_training_is_a_function_of_the_seed(undertrained):
     again, other = train_base(0, **SHORT, quiet=True), train_base(1, **SHORT, quiet=True)
     same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), undertrained, again)

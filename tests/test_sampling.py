@@ -145,6 +145,7 @@ def check_across_meshes(model, meshes):
         yield assert_same_up_to_near_ties(model, Temperature(), base, jax.device_get(other), key=KEY, uids=UIDS)
 
 
+@pytest.mark.slow
 def test_on_one_two_and_four_devices_rows_agree_up_to_near_ties(model):
     assert min(check_across_meshes(model, [(1, 2, 1), (1, 2, 2)])) >= 0.9
 
