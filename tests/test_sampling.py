@@ -1,12 +1,12 @@
 """Generation: what a sample may and may not depend on, and that it is what the trainer scores."""
 
-import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_counter import count_compiles
 from near_ties import assert_same_up_to_near_ties, next_logits, response
 
 from jaxrl import keys
@@ -41,22 +41,6 @@ def model():
 def double(x64, model):
     """The same parameters in double precision."""
     return with_config(jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), model), dtype="float64")
-
-
-@contextlib.contextmanager
-def count_compiles():
-    """Yields a list that receives an entry a compilation, of whatever program."""
-    compiled = []
-
-    def listen(event, _seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def padded(prompts, width=6, uids=UIDS):
@@ -345,13 +329,22 @@ def test_new_prompts_steps_keys_and_samples_of_one_shape_compile_nothing(model):
     assert compiled  # the counter counts
 
 
+def test_new_numbers_of_a_strategy_compile_nothing(model):
+    sample(model, strategy=Temperature(value=0.7))
+    sample(model, strategy=TopP(p=0.8))
+    with count_compiles() as compiled:
+        hot, wide = sample(model, strategy=Temperature(value=5.0)), sample(model, strategy=TopP(p=0.2, temperature=3.0))
+    assert not compiled
+    assert not np.array_equal(hot.rows.tokens, wide.rows.tokens)
+
+
 def test_the_program_compiled_ahead_of_time_is_the_one_that_samples(model):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
     size = {"prompts": 4, "width": 6, "n": 3, "max_new_tokens": NEW}
     program = compile_generate(shapes, **size, stop_ids=STOPS, strategy=Temperature())
     prompts = padded(PROMPTS)
     numbers = uniforms(KEY, prompts.uid, n=3, count=NEW, dtype=jnp.float32)
-    out = program(model, prompts, numbers, np.asarray(STOPS, np.int32))
+    out = program(model, prompts, numbers, np.asarray(STOPS, np.int32), Temperature())
     assert_rows_equal(out, sample(model), [(i, i) for i in range(4)])
 
 

@@ -1,21 +1,26 @@
 """Strategies draw from exactly the distribution that they say."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_counter import count_compiles
 from scipy import stats
 
 from jaxrl import keys
 from jaxrl.sampling.generate import uniforms
-from jaxrl.sampling.strategies import STRATEGIES, Greedy, Temperature, TopK, TopP, inverse_cdf, nucleus_edge
+from jaxrl.sampling.strategies import STRATEGIES, Greedy, Temperature, TopK, TopKTopP, TopP, inverse_cdf, nucleus_edge
 
 VOCAB = 300  # more than two blocks, the last of them short
 DRAWS = 20_000
 
 
 def test_the_table_of_strategies_names_every_class():
-    assert STRATEGIES == {"greedy": Greedy, "temperature": Temperature, "top_k": TopK, "top_p": TopP}
+    assert STRATEGIES == {
+        "greedy": Greedy, "temperature": Temperature, "top_k": TopK, "top_p": TopP, "top_k_top_p": TopKTopP
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +47,35 @@ def nucleus(mass):
     return lambda p: np.argsort(-p)[: int(np.searchsorted(np.cumsum(np.sort(p)[::-1]), mass)) + 1]
 
 
+def top_nucleus(k, mass):
+    """The nucleus of what the k best leave."""
+
+    def keep(p):
+        best = np.argsort(-p)[:k]
+        return best[nucleus(mass)(p[best] / p[best].sum())]
+
+    return keep
+
+
+@jax.jit
+def sampled(strategy, logits, uniform):
+    """A strategy as data: one program a class."""
+    return strategy(logits, uniform)
+
+
+drawn = jax.jit(inverse_cdf)
+
+
+@jax.jit
+def processed(strategy, logits):
+    return strategy.process(logits)
+
+
 def draw(strategy, scores, seed=0):
     """Tokens and log-probabilities of many rows with the same logits and a key each."""
     uniform = uniforms(keys.root(seed), jnp.zeros(1, jnp.int32), n=DRAWS, count=1, dtype=jnp.float32)[0, :, 0]
     logits = jnp.broadcast_to(jnp.asarray(scores)[None], (DRAWS, VOCAB))
-    return (np.asarray(x) for x in jax.jit(strategy)(logits, uniform))
+    return (np.asarray(x) for x in sampled(strategy, logits, uniform))
 
 
 def chi_square_p_value(tokens, p):
@@ -68,6 +97,7 @@ CASES = [
     (TopP(p=0.7), {"keep": nucleus(0.7)}),
     (TopP(p=0.4, temperature=2.0), {"temperature": 2.0, "keep": nucleus(0.4)}),
     (TopP(p=1.0), {}),
+    (TopKTopP(k=20, p=0.6, temperature=1.5), {"temperature": 1.5, "keep": top_nucleus(20, 0.6)}),
 ]
 
 
@@ -85,11 +115,92 @@ def test_the_chi_square_test_sees_a_temperature_off_by_a_tenth(scores):
     assert chi_square_p_value(tokens, exact(scores)) < 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "how"), CASES, ids=lambda x: str(x) if not isinstance(x, dict) else "")
+def test_many_draws_from_512_classes_follow_the_exact_distribution(strategy, how):
+    """At ten times the draws the test sees a temperature off by a tenth, even where few ids are left."""
+    scores = np.random.default_rng(4).normal(size=512).astype(np.float32) * 1.5
+    uniform = uniforms(keys.root(5), jnp.zeros(1, jnp.int32), n=10 * DRAWS, count=1, dtype=jnp.float32)[0, :, 0]
+    logits = jnp.broadcast_to(processed(strategy, jnp.asarray(scores)[None]), (DRAWS, 512))
+    tokens = np.concatenate([np.asarray(drawn(logits, part)[0]) for part in uniform.reshape(10, -1)])
+    assert chi_square_p_value(tokens, exact(scores, **how)) > 1e-4
+    off = exact(scores, **how | {"temperature": 1.1 * how.get("temperature", 1)})
+    assert not off[tokens].all() or chi_square_p_value(tokens, off) < 1e-4
+
+
+# ---- numbers as data
+
+
+DATA = [
+    (Temperature(value=0.7), Temperature(value=2.0)),
+    (TopK(k=5), TopK(k=200, temperature=0.3)),
+    (TopP(p=0.3), TopP(p=1.0, temperature=1.5)),
+    (TopKTopP(k=5, p=0.9), TopKTopP(k=9, p=0.2, temperature=2.0)),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.x64)])
+def test_one_program_serves_all_numbers_of_a_strategy(dtype):
+    """Under strict promotion, in the dtype of the logits, and to the bits of the numbers written into the program."""
+    with jax.enable_x64(dtype == np.float64):
+        scores = jnp.asarray(np.random.default_rng(6).normal(size=(3, 40)).astype(dtype))
+        for first, second in DATA:
+            processed(first, scores)
+            with count_compiles() as compiled:
+                out = processed(second, scores)
+            assert not compiled
+            assert out.dtype == dtype
+            arrays = jax.tree.map(jnp.asarray, second)
+            for other in (processed(arrays, scores), jax.jit(second.process)(scores)):
+                assert other.dtype == dtype
+                np.testing.assert_array_equal(out, other)
+
+
+@pytest.mark.parametrize("strategy", [Greedy(), *(s for pair in DATA for s in pair)], ids=str)
+def test_a_strategy_is_a_comparable_config_and_a_tree_of_its_numbers(strategy):
+    again = dataclasses.replace(strategy)
+    assert (strategy, hash(strategy)) == (again, hash(again))
+    leaves, kind = jax.tree.flatten(strategy)
+    assert leaves == list(dataclasses.asdict(strategy).values())
+    assert kind.unflatten(leaves) == strategy
+    kind.unflatten([object()] * len(leaves))  # as jax does within transformations
+    jax.eval_shape(lambda s: s, strategy)
+
+
 # ---- supports
 
 
+def oracle(scores, k=None, p=None, temperature=1.0):
+    """The support ``[rows, V]`` by sorting."""
+    keep = np.isfinite(scores)
+    if k is not None:
+        keep &= scores >= np.sort(scores, axis=1)[:, ::-1][:, min(k, scores.shape[1]) - 1 :][:, :1]
+    if p is not None:
+        probs = exact_rows(np.where(keep, scores, -np.inf), temperature)
+        best_first = np.sort(probs, axis=1)[:, ::-1]
+        count = np.argmax(np.cumsum(best_first, axis=1) >= min(p, 1 - 1e-12), axis=1)
+        keep &= probs >= np.take_along_axis(best_first, count[:, None], axis=1)
+    return keep
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.x64)])
+def test_supports_are_those_of_a_sort(dtype):
+    """Continuous logits of both signs, rows that differ, ids that do not exist; and zeros of both signs are tied."""
+    with jax.enable_x64(dtype == np.float64):
+        scores = np.random.default_rng(7).normal(size=(50, 130)).astype(dtype) * 3 - 2
+        scores[:, 120:] = -np.inf
+        scores[0, :120] = np.where(np.arange(120) % 2, -0.0, 0.0)
+        for k in (1, 3, 64, 119, 120, 121, 130, 10**9):
+            np.testing.assert_array_equal(support(TopK(k=k, temperature=0.5), scores), oracle(scores, k))
+        for p in (0.05, 0.5, 0.9, 0.99):
+            np.testing.assert_array_equal(support(TopP(p=p, temperature=2.0), scores), oracle(scores, None, p, 2.0))
+            both = support(TopKTopP(k=20, p=p, temperature=0.7), scores)
+            np.testing.assert_array_equal(both, oracle(scores, 20, p, 0.7))
+        np.testing.assert_array_equal(support(TopP(p=1.0), scores), np.isfinite(scores))
+
+
 def support(strategy, scores):
-    return np.isfinite(np.asarray(jax.jit(strategy.process)(jnp.asarray(scores))))
+    return np.isfinite(np.asarray(processed(strategy, jnp.asarray(scores))))
 
 
 def tied_scores(rows=200, vocab=12):
@@ -103,8 +214,7 @@ def tied_scores(rows=200, vocab=12):
 @pytest.mark.parametrize("k", [1, 2, 5, 9, 11, 12, 50])
 def test_top_k_keeps_the_k_best_and_what_is_tied_to_the_last(k):
     scores = tied_scores()
-    last = np.sort(scores, axis=1)[:, ::-1][:, min(k, 12) - 1]
-    np.testing.assert_array_equal(support(TopK(k=k), scores), (scores >= last[:, None]) & np.isfinite(scores))
+    np.testing.assert_array_equal(support(TopK(k=k), scores), oracle(scores, k))
 
 
 @pytest.mark.parametrize("p", [1e-30, 1e-3, 0.3, 0.62, 0.9, 0.999, 1 - 1e-9, 1.0])
@@ -117,8 +227,8 @@ def test_top_p_keeps_the_smallest_set_of_mass_p_and_what_is_tied_to_its_last(p):
     np.testing.assert_array_equal(support(TopP(p=p), scores), (probs >= last - 1e-12) & np.isfinite(scores))
 
 
-def exact_rows(scores):
-    return np.stack([exact(row) for row in scores])
+def exact_rows(scores, temperature=1.0):
+    return np.stack([exact(row, temperature) for row in scores])
 
 
 EDGES = [(0.25, 0.5), (0.5, 0.5), (0.51, 0.25), (0.75, 0.25), (0.875, 0.125), (0.9, 0.0625), (1e-12, 0.5), (1e-60, 0.5)]
@@ -180,12 +290,25 @@ def test_logits_that_are_not_numbers_show_in_the_log_probability():
     assert np.isnan(logps[0])
 
 
+@pytest.mark.parametrize("strategy", [s for s, _ in DATA], ids=str)
+def test_one_logit_that_is_no_number_is_not_cut_off_quietly(strategy):
+    scores = np.zeros((2, 40), np.float32)
+    scores[0, 7], scores[1] = np.nan, np.nan
+    assert np.isnan(sampled(strategy, jnp.asarray(scores), jnp.zeros(2))[1]).all()
+
+
 # ---- errors
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "make", [lambda t: Temperature(value=t), lambda t: TopK(k=2, temperature=t), lambda t: TopP(p=0.5, temperature=t)]
+    "make",
+    [
+        lambda t: Temperature(value=t),
+        lambda t: TopK(k=2, temperature=t),
+        lambda t: TopP(p=0.5, temperature=t),
+        lambda t: TopKTopP(k=2, p=0.5, temperature=t),
+    ],
 )
 def test_a_temperature_that_is_not_above_zero_is_refused(make, value):
     with pytest.raises(ValueError, match=r"temperature: expected a number above 0, got .*; use the greedy strategy"):
@@ -194,10 +317,13 @@ def test_a_temperature_that_is_not_above_zero_is_refused(make, value):
 
 @pytest.mark.parametrize("p", [0.0, -0.1, 1.01, float("nan")])
 def test_a_top_p_outside_its_range_is_refused(p):
-    with pytest.raises(ValueError, match=r"top_p: expected 0 < p <= 1, got"):
-        TopP(p=p)
+    for make in (lambda p: TopP(p=p), lambda p: TopKTopP(k=2, p=p)):
+        with pytest.raises(ValueError, match=r"top_p: expected 0 < p <= 1, got"):
+            make(p)
 
 
 def test_a_top_k_below_one_is_refused():
-    with pytest.raises(ValueError, match="top_k: expected k >= 1, got 0"):
-        TopK(k=0)
+    for make in (lambda k: TopK(k=k), lambda k: TopKTopP(k=k, p=0.5)):
+        for k in (0, -1, 2.5):
+            with pytest.raises(ValueError, match=f"top_k: expected an integer k >= 1, got {k}"):
+                make(k)

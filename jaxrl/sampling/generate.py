@@ -46,8 +46,8 @@ def generate(
     own, or positions) name the prompts in the random keys: two prompts with one uid share their
     random numbers. ``first`` is the index of the first sample, so that samples ``n`` and up can be
     added later. A response ends with the first id of ``stop_ids``, which it includes, or after
-    ``max_new_tokens``. One program is compiled for each shape of prompts, ``n``,
-    ``max_new_tokens``, number of stop ids and strategy.
+    ``max_new_tokens``. One program is compiled for each shape of prompts, ``n``, ``max_new_tokens``, number of stop
+    ids and class of strategy.
 
     Returns ``Rollouts`` with rows ``[P n]`` of width ``S + max_new_tokens`` (S: the padded prompt
     width), log-probabilities of the sampled distribution, and stop reasons. Token ids off a row are 0.
@@ -61,7 +61,7 @@ def generate(
     prompts = _on_device(prompts)
     size = {"n": n, "count": max_new_tokens, "dtype": _head_dtype(model)}
     numbers = uniforms(key, prompts.uid, np.int32(step), np.int32(first), **size)
-    return _generate(model, prompts, numbers, stops, strategy=strategy)
+    return _generate(model, prompts, numbers, stops, strategy)
 
 
 def compile_generate(
@@ -82,7 +82,7 @@ def compile_generate(
     shapes = Prompts(jax.ShapeDtypeStruct((prompts, width), jnp.int32), column, column)
     stops = jax.ShapeDtypeStruct((len(set(stop_ids)),), jnp.int32)
     numbers = jax.ShapeDtypeStruct((prompts, n, max_new_tokens), _head_dtype(model))
-    return _generate.lower(model, shapes, numbers, stops, strategy=strategy).compile()
+    return _generate.lower(model, shapes, numbers, stops, strategy).compile()
 
 
 def _head_dtype(model: Decoder) -> jnp.dtype:
@@ -167,9 +167,9 @@ def uniforms(
     return jax.vmap(jax.vmap(token, (0, None)), (0, None))(row_keys, jnp.arange(count, dtype=jnp.int32))
 
 
-@partial(jax.jit, static_argnames="strategy")
+@jax.jit
 def _generate(
-    model: Decoder, prompts: Prompts, uniform: Float[Array, "P n T"], stops: Int[Array, " K"], *, strategy: Strategy
+    model: Decoder, prompts: Prompts, uniform: Float[Array, "P n T"], stops: Int[Array, " K"], strategy: Strategy
 ) -> Rollouts:
     n, max_new = uniform.shape[1:]
     first_logits, cache = _prefill(model, prompts, max_new - 1)
