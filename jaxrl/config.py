@@ -17,6 +17,7 @@ from jaxrl.rl.advantages import ADVANTAGES, Advantage, Centre, GroupZScore
 from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.filters import FILTERS, PREFILTERS, Filter, Prefilter
 from jaxrl.rl.losses import LOSSES, TokenLoss
+from jaxrl.rl.old_logps import OLD_LOGPS, OldLogps
 from jaxrl.rl.regularisers import REGULARISERS, Regulariser
 from jaxrl.rl.weights import WEIGHTS, Weights
 from jaxrl.sampling.strategies import STRATEGIES, Strategy, Temperature
@@ -70,6 +71,8 @@ RANGES: dict[str, Range] = {
     "low": SHARE,
     "high": Range(0, 1000),
     "dual": Range(1, 1000),
+    "cap": Range(0, 10**6, above=True),
+    "max_gap": Range(0, 1000),
     # optimiser
     "lr": Range(0, 10),
     "warmup": CADENCE,
@@ -105,6 +108,7 @@ SCHEMA = Schema(
         Advantage: ADVANTAGES,
         Weights: WEIGHTS,
         TokenLoss: LOSSES,
+        OldLogps: OLD_LOGPS,
         Regulariser: REGULARISERS,
         Strategy: STRATEGIES,
     },

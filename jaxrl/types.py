@@ -115,7 +115,7 @@ class Graded:
     reward: Float[Array, "P G"]
     correct: Bool[Array, "P G"]
     prefiltered: Bool[Array, " P"]  # True: passed the prefilter and was sampled
-    old_logps: Float[Array, "P G L"]  # of the policy before the first mini-batch, by the trainer
+    old_logps: Float[Array, "P G L"] | None = None  # of the policy before the first mini-batch, by the trainer
     greedy_correct: Bool[Array, " P"] | None = None
     ref_logps: Float[Array, "P G L"] | None = None
     values: Float[Array, "P G L"] | None = None

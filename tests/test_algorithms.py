@@ -14,6 +14,7 @@ from jaxrl.rl.advantages import ADVANTAGES, Centre
 from jaxrl.rl.algorithms import ALGORITHMS, Algorithm, applied, kept, prepare
 from jaxrl.rl.filters import FILTERS, PREFILTERS, KeepGreedyFails, Mixed, SampleGreedyFails, SolveRate
 from jaxrl.rl.losses import LOSSES, Nll
+from jaxrl.rl.old_logps import OLD_LOGPS, Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.pieces import NEEDS
 from jaxrl.rl.regularisers import REGULARISERS, Kl
@@ -32,6 +33,12 @@ TABLE = ALGORITHMS | {
         minibatches=2,
     ),
     "reverse_kl": Algorithm(regularisers=((0.1, Kl(direction="reverse", estimator="k2")),)),
+    "sampler_logps": Algorithm(
+        old_logps=Sampler(), minibatches=2, regularisers=((0.1, Kl(direction="reverse", estimator="k2")),)
+    ),
+    "token_tis": Algorithm(
+        old_logps=Tis(cap=1.5), prefilter=SampleGreedyFails(), kept_first=True, minibatches=2, truncated="mask"
+    ),
     "both_kls": Algorithm(regularisers=((0.1, Kl(samples=2)), (0.1, Kl(estimator="k3")), (0.0, Kl(samples=9)))),
 }
 READY = quick_jit(prepare, static_argnums=0)
@@ -49,6 +56,12 @@ def collected(algorithm, model, reference, greedy=GREEDY):
     graded = scored(model, graded, reference if "ref_logps" in algorithm.needs else None)
     if "base_samples" not in algorithm.needs:
         graded = dataclasses.replace(graded, base=None, base_correct=None)
+    if "sampler_logps" in algorithm.needs:
+        off = np.random.default_rng(3).normal(size=graded.old_logps.shape) * 0.3  # the sampler is another program
+        sampled = jnp.where(graded.rollouts.rows.mask(), graded.old_logps + jnp.asarray(off, float), 0)
+        graded = dataclasses.replace(graded, rollouts=dataclasses.replace(graded.rollouts, logps=sampled))
+    if "trainer_logps" not in algorithm.needs:
+        graded = dataclasses.replace(graded, old_logps=None)
     return graded
 
 
@@ -57,7 +70,10 @@ def models():
     return tiny_model(0), tiny_model(1)
 
 
-@pytest.mark.parametrize("name", TABLE)
+SLOW = ("sampler_logps", "token_tis")  # programs of their own, for what test_old_logps works by hand
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TABLE])
 def test_recipe_trains_with_finite_numbers_and_fixed_shapes(name, models):
     algorithm, (model, reference) = TABLE[name], models
     reference_or_none = reference if "reference_model" in algorithm.needs else None
@@ -102,19 +118,22 @@ def test_recipe_is_hashable_comparable_and_printable(name):
 
 
 def test_recipes_need_what_they_use_and_no_more():
-    assert ALGORITHMS["grpo"].needs == frozenset()
-    assert ALGORITHMS["filter_only"].needs == {"greedy_correct"}
-    assert ALGORITHMS["fkl_only"].needs == {"base_samples", "reference_model"}
-    assert ALGORITHMS["self"].needs == {"greedy_correct", "base_samples", "reference_model"}
+    scored = {"trainer_logps"}
+    assert ALGORITHMS["grpo"].needs == scored
+    assert ALGORITHMS["filter_only"].needs == scored | {"greedy_correct"}
+    assert ALGORITHMS["fkl_only"].needs == scored | {"base_samples", "reference_model"}
+    assert ALGORITHMS["self"].needs == scored | {"greedy_correct", "base_samples", "reference_model"}
     assert ALGORITHMS["self"].base_samples == 4
-    assert ALGORITHMS["self_released_code"].needs == {"greedy_correct"}
-    assert Algorithm(regularisers=((0.1, Kl(direction="reverse", estimator="k2")),)).needs == {"ref_logps"}
-    assert Algorithm(regularisers=((0.1, Kl(estimator="nll")),)).needs == {"base_samples"}
+    assert ALGORITHMS["self_released_code"].needs == scored | {"greedy_correct"}
+    assert Algorithm(regularisers=((0.1, Kl(direction="reverse", estimator="k2")),)).needs == scored | {"ref_logps"}
+    assert Algorithm(regularisers=((0.1, Kl(estimator="nll")),)).needs == scored | {"base_samples"}
+    assert Algorithm(old_logps=Sampler()).needs == {"sampler_logps"}
+    assert Algorithm(old_logps=Tis()).needs == scored | {"sampler_logps"}
 
 
 def test_regulariser_at_coefficient_zero_is_not_built(models):
     algorithm = dataclasses.replace(ALGORITHMS["fkl_only"], regularisers=((0.0, Kl()),))
-    assert algorithm.needs == frozenset()
+    assert algorithm.needs == {"trainer_logps"}
     assert algorithm.base_samples == 0
     (terms,) = prepare(algorithm, collected(algorithm, *models))
     assert len(terms) == 1
@@ -126,6 +145,8 @@ def test_missing_inputs_are_named(models):
         prepare(ALGORITHMS["self"], graded)
     with pytest.raises(ValueError, match="needs ref_logps, which"):
         prepare(TABLE["reverse_kl"], graded)
+    with pytest.raises(ValueError, match="needs trainer_logps, which"):
+        prepare(TABLE["token_tis"], dataclasses.replace(graded, old_logps=None))
     short = collected(ALGORITHMS["fkl_only"], *models)
     with pytest.raises(ValueError, match="needs base_samples"):
         prepare(Algorithm(regularisers=((0.1, Kl(samples=5)),)), short)
@@ -155,9 +176,10 @@ def test_without_survivors_the_paper_still_steps_on_its_forward_kl(models):
 
 
 def test_registries_hold_each_piece_under_its_tag():
-    for pieces in (PREFILTERS, FILTERS, ADVANTAGES, WEIGHTS, LOSSES, REGULARISERS):
+    for pieces in (PREFILTERS, FILTERS, ADVANTAGES, WEIGHTS, LOSSES, OLD_LOGPS, REGULARISERS):
         assert all(cls.tag == tag and dataclasses.is_dataclass(cls) for tag, cls in pieces.items())
     assert {"all", "greedy_fails"} == set(PREFILTERS)
+    assert {"trainer", "sampler", "tis"} == set(OLD_LOGPS)
     assert isinstance(LOSSES["nll"](), Nll)
 
 

@@ -25,8 +25,10 @@ from train_world import (
 import jaxrl
 from jaxrl import keys
 from jaxrl.data.synthetic import Msa0
+from jaxrl.errors import JaxrlError
 from jaxrl.models.hf import load_model
 from jaxrl.rl.algorithms import ALGORITHMS
+from jaxrl.rl.old_logps import Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.train import loop, setup
 from jaxrl.train.collect import Collector, prompts_a_call
@@ -215,6 +217,48 @@ def test_no_reference_is_held_where_no_piece_needs_one(monkeypatch, tmp_path):
     jaxrl.train(experiment(SELF), out=tmp_path / "self", quiet=True)
     assert held["reference"] is not None
     assert [x.size for x in jax.live_arrays()].count(held["run"].state.model.embed.get_value().size) == embeddings + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", [Sampler(), Tis()], ids=["sampler", "tis"])
+def test_either_program_s_log_probs_are_trained_on_and_compared(piece, tmp_path):
+    """The sampler's own save a scoring pass; the two are then compared on steps that score the rows anyway."""
+    algorithm = replace(GRPO, old_logps=piece)
+    x = experiment(algorithm, steps=3, probe=ProbeSpec(prompts=8, n=2, every=2), **QUIET)
+    ready = setup.set_up(x)
+    graded = Collector(ready.task, algorithm, x.rollout, x.reward, mesh=ready.mesh)(
+        ready.base, None, ready.root, 0
+    ).graded
+    assert (graded.old_logps is None) == (piece == Sampler())
+    train = lines(jaxrl.train(x, out=tmp_path / "run", quiet=True), "train")
+    compared = [line["step"] for line in train if "kl/sampler_max" in line]
+    assert compared == ([0, 2] if piece == Sampler() else [0, 1, 2])
+    for line in train:
+        if line["step"] in compared:
+            assert 0 < line["kl/sampler_max"] < 1e-4
+            assert line["kl/sampler_ess"] == pytest.approx(1, abs=1e-4)
+            assert line["kl/sampler_correlation"] == pytest.approx(1, abs=1e-4)
+            assert line.get("kl/sampler_capped", 0) == 0
+        assert line.get("clip/before_ratio", 1) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_sampler_that_is_too_far_off_stops_the_run_that_trusts_it():
+    algorithm, line = replace(GRPO, old_logps=Sampler(max_gap=0.01)), {"kl/sampler_max": 0.02}
+    with pytest.raises(
+        JaxrlError, match=r"step 3: .* 0\.02 nats .* above algorithm\.old_logps\.max_gap = 0\.01; .*tis"
+    ):
+        loop.check_gap(algorithm, 3, line)
+    loop.check_gap(replace(GRPO, old_logps=Sampler(max_gap=0.03)), 3, line)
+    loop.check_gap(GRPO, 3, line)
+    loop.check_gap(algorithm, 3, {})
+
+
+@pytest.mark.slow
+def test_the_line_of_a_sampler_that_is_too_far_off_is_written_before_the_run_stops(tmp_path):
+    x = experiment(replace(GRPO, old_logps=Sampler(max_gap=0.0)), steps=3, **QUIET)
+    with pytest.raises(JaxrlError, match="step 0: a token's log-prob differs"):
+        jaxrl.train(x, out=tmp_path / "run", quiet=True)
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [0]
 
 
 # ---------------------------------------------------------------- compilation

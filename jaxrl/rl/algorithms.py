@@ -8,7 +8,7 @@ Nothing here or in the training loop asks for an algorithm's name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool
 from jaxrl.rl.advantages import Advantage, GroupZScore
 from jaxrl.rl.filters import Filter, KeepAll, Prefilter, SampleAll, SampleGreedyFails
 from jaxrl.rl.losses import Clip, TokenLoss
+from jaxrl.rl.old_logps import OldLogps, Trainer
 from jaxrl.rl.pieces import one_of, within
 from jaxrl.rl.regularisers import Kl, Regulariser
 from jaxrl.rl.weights import SequenceMeanTokenSum, TokenMean, Weights
@@ -38,6 +39,7 @@ class Algorithm:
       mini-batches (the released SELF code drops the others and splits what is left).
     - ``truncated``: responses that hit the length limit are trained on (``keep``) or leave the
       policy term and its denominators (``mask``). Penalising them is a reward's business.
+    - ``old_logps``: whose log-probs the loss's ratios are taken against, and a correction for the sampler's mismatch.
     - ``no_kept``: a mini-batch without a kept prompt still takes its step on the regularisers
       (``regularise``; without any, the gradient is zero and only the optimiser's momentum and decay
       act) or takes none (``skip``).
@@ -51,6 +53,7 @@ class Algorithm:
     advantage: Advantage = field(default_factory=GroupZScore)
     weights: Weights = field(default_factory=TokenMean)
     loss: TokenLoss = field(default_factory=Clip)
+    old_logps: OldLogps = field(default_factory=Trainer)
     regularisers: tuple[tuple[float, Regulariser], ...] = ()
     epochs: int = 1
     minibatches: int = 1
@@ -80,7 +83,7 @@ class Algorithm:
     @property
     def needs(self) -> frozenset[str]:
         """Union of what the pieces need; see ``jaxrl.rl.pieces.NEEDS``."""
-        pieces: list[Any] = [self.prefilter, self.keep, self.advantage, self.weights, self.loss]
+        pieces: list[Any] = [self.prefilter, self.keep, self.advantage, self.weights, self.loss, self.old_logps]
         pieces += [piece for _, piece in self.active]
         return reduce(frozenset.union, (piece.needs for piece in pieces), frozenset())
 
@@ -113,9 +116,11 @@ def prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[Term, ...], ...
     mask = graded.rollouts.rows.mask()
     if algorithm.truncated == "mask":
         mask = mask & (graded.rollouts.stop != STOP_LENGTH)[..., None]
+    old_logps, factor = algorithm.old_logps(graded, mask)
+    graded = replace(graded, old_logps=old_logps)
     advantage = jnp.where(keep[:, None, None], algorithm.advantage(graded), 0)
-    advantage = jnp.broadcast_to(advantage, mask.shape).astype(graded.old_logps.dtype)
-    parts = (graded, keep, mask, advantage)
+    advantage = jnp.broadcast_to(advantage, mask.shape).astype(old_logps.dtype)
+    parts = (graded, keep, mask, advantage, factor)
     if algorithm.kept_first:
         order = _order(algorithm, keep)
         parts = jax.tree.map(lambda x: x[order], parts)
@@ -124,9 +129,13 @@ def prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[Term, ...], ...
     return tuple(_terms(algorithm, *jax.tree.map(lambda x, at=at: x[at : at + size], parts)) for at in starts)
 
 
-def _terms(algorithm: Algorithm, graded: Graded, keep: Array, mask: Array, advantage: Array) -> tuple[Term, ...]:
+def _terms(
+    algorithm: Algorithm, graded: Graded, keep: Array, mask: Array, advantage: Array, factor: Array | None
+) -> tuple[Term, ...]:
     """The terms of one mini-batch."""
     weight = algorithm.weights(mask, keep).astype(graded.old_logps.dtype)
+    if factor is not None:
+        weight = weight * factor.astype(weight.dtype)
     width = mask.shape[-1]
     batch = Batch(
         rows=graded.rollouts.rows.flat(),
@@ -149,6 +158,7 @@ def _check(algorithm: Algorithm, graded: Graded) -> None:
         "greedy_correct": graded.greedy_correct is not None,
         "ref_logps": graded.ref_logps is not None,
         "values": graded.values is not None,
+        "trainer_logps": graded.old_logps is not None,
         "base_samples": graded.base is not None
         and graded.base_correct is not None
         and graded.base_correct.shape[1] >= algorithm.base_samples,

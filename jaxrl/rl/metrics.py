@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.mean import Mean, masked_sum
+from jaxrl.mean import Mean, masked_mean, masked_sum
 from jaxrl.rl.algorithms import Algorithm, kept
 from jaxrl.rl.losses import k1, k3
+from jaxrl.rl.old_logps import importance_ratio
 from jaxrl.types import STOP_LENGTH, Graded
 
 
@@ -81,6 +83,39 @@ def sampler_gap(
     """Mean and maximum of |sampler - trainer| log-prob, nats: the engines' mismatch, before any clip."""
     gap = jnp.abs(jnp.where(mask, sampled - trained, 0))
     return Mean.of(gap, mask), jnp.max(gap)
+
+
+def sampler_mismatch(
+    sampled: Float[Array, "*N L"], trained: Float[Array, "*N L"], mask: Bool[Array, "*N L"], *, cap: float = math.inf
+) -> dict[str, Any]:
+    """How far the sampler's log-probs are from the trainer's, over masked tokens.
+
+    Before any cap: ``mean`` and ``max`` of the absolute difference, nats; ``ratio``, the mean of
+    ``exp(trained - sampled)``, which is 1 in expectation for samples of the whole distribution; ``correlation``,
+    Pearson's, of the two probabilities (as verl's ``rollout_actor_probs_pearson_corr``; 0 where one does not vary).
+    ``ess``: effective sample size of the ratios capped at ``cap``, as a share of the tokens. Under a finite ``cap``
+    also ``capped``, the share of tokens above it.
+    """
+    sampled = sampled.astype(trained.dtype)
+    gap, worst = sampler_gap(sampled, trained, mask)
+    ratio = importance_ratio(trained, sampled, mask)
+    used = jnp.where(mask, jnp.minimum(ratio, cap), 0).reshape(-1)
+    count = jnp.maximum(jnp.sum(mask), 1).astype(used.dtype)
+    found = {
+        "mean": gap,
+        "max": worst,
+        "ratio": Mean.of(ratio, mask),
+        "correlation": _correlation(*(jnp.where(mask, jnp.exp(x), 0) for x in (sampled, trained)), mask),
+        "ess": effective_sample_size(used) / count,
+    }
+    return found | ({"capped": Mean.of(ratio > cap, mask)} if cap < math.inf else {})
+
+
+def _correlation(a: Float[Array, "*N L"], b: Float[Array, "*N L"], mask: Bool[Array, "*N L"]) -> Float[Array, ""]:
+    """Pearson's, over masked entries; 0 where one of the two does not vary."""
+    a, b = (jnp.where(mask, x - masked_mean(x, mask), 0) for x in (a, b))
+    scale = jnp.sqrt(jnp.sum(a**2) * jnp.sum(b**2))
+    return jnp.where(scale > 0, jnp.sum(a * b) / jnp.where(scale > 0, scale, 1), 0)
 
 
 def effective_sample_size(weights: Float[Array, " n"]) -> Float[Array, ""]:

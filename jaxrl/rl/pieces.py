@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 # Everything that a piece can ask the collector for.
-NEEDS = frozenset({"greedy_correct", "ref_logps", "base_samples", "reference_model", "values"})
+NEEDS = frozenset(
+    {"greedy_correct", "ref_logps", "base_samples", "reference_model", "values", "trainer_logps", "sampler_logps"}
+)
 
 
 class Piece:

@@ -75,7 +75,7 @@ class Collector:
             reward=grading.tabulate(verdicts, self.reward, 0.0).astype(np.float32),
             correct=grading.correct(verdicts),
             prefiltered=kept,
-            old_logps=self.score(policy, rollouts.rows),
+            old_logps=self.score(policy, rollouts.rows) if "trainer_logps" in needs else None,
             greedy_correct=greedy_correct,
             ref_logps=self.score(reference, rollouts.rows) if "ref_logps" in needs else None,
         )

@@ -104,7 +104,9 @@ def model_config(spec: ModelSpec, task: Task) -> ModelConfig:
         config = spec.init
     else:
         config = read_config(find_folder(str(spec.path)) / "config.json")[0]
-    return dataclasses.replace(config, dtype=spec.dtype, remat=spec.remat, vocab_limit=task.vocab_limit)
+    return dataclasses.replace(
+        config, dtype=spec.dtype, remat=spec.remat, attention=spec.attention, vocab_limit=task.vocab_limit
+    )
 
 
 def abstract_graded(x: Experiment, task: Task) -> Graded:
@@ -119,7 +121,7 @@ def abstract_graded(x: Experiment, task: Task) -> Graded:
         reward=_array((p, g), jnp.float32),
         correct=_array((p, g), jnp.bool_),
         prefiltered=_array((p,), jnp.bool_),
-        old_logps=tokens,
+        old_logps=tokens if "trainer_logps" in needs else None,
         greedy_correct=_array((p,), jnp.bool_) if x.rollout.log_greedy or "greedy_correct" in needs else None,
         ref_logps=tokens if "ref_logps" in needs else None,
         base=_rollouts(p, count, width) if count else None,

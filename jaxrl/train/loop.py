@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxrl import keys
+from jaxrl.errors import JaxrlError
 from jaxrl.evaluation.exact import Exact, exact
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
 from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
-from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_gap
+from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_mismatch
 from jaxrl.rl.optimiser import learning_rate
 from jaxrl.rl.update import update
 from jaxrl.train import grading, pending
@@ -56,12 +57,31 @@ def _prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[tuple[Term, ..
 def _describe(algorithm: Algorithm, graded: Graded) -> dict[str, Any]:
     """Metrics of the rollouts: rewards, lengths, shares, sampler against trainer, and where it is known KL to the base."""
     mask = graded.rollouts.rows.mask()
-    gap, worst = sampler_gap(graded.rollouts.logps, graded.old_logps, mask)
-    metrics = rollout_metrics(algorithm, graded) | {"kl/sampler_mean": gap, "kl/sampler_max": worst}
+    metrics = rollout_metrics(algorithm, graded)
+    if graded.old_logps is not None:
+        metrics |= _mismatch(algorithm, graded.rollouts.logps, graded.old_logps, mask)
     if graded.ref_logps is not None:
-        found = kl_estimates(graded.old_logps, graded.ref_logps, mask)
+        found = kl_estimates(algorithm.old_logps(graded, mask)[0], graded.ref_logps, mask)
         metrics |= {f"kl/base_{name}": value for name, value in found.items()}
     return metrics
+
+
+@partial(jax.jit, static_argnums=0)
+def _mismatch(algorithm: Algorithm, sampled: Array, trained: Array, mask: Array) -> dict[str, Any]:
+    """Sampler against trainer, before any cap."""
+    found = sampler_mismatch(sampled, trained, mask, cap=algorithm.old_logps.cap)
+    return {f"kl/sampler_{name}": value for name, value in found.items()}
+
+
+def check_gap(algorithm: Algorithm, step: int, line: Mapping[str, Any]) -> None:
+    """Raise ``JaxrlError`` when the sampler's log-probs are too far off for a piece that trusts them."""
+    gap, limit = line.get("kl/sampler_max", 0.0), algorithm.old_logps.max_gap
+    if gap > limit:
+        raise JaxrlError(
+            f"step {step}: a token's log-prob differs by {gap:.3g} nats between sampler and trainer, above "
+            f"algorithm.old_logps.max_gap = {limit:g}; the run stopped and its last checkpoint stands. Use "
+            "old_logps: {type: tis} or {type: trainer}, or a max_gap that suits the model's dtype"
+        )
 
 
 def train(
@@ -151,7 +171,7 @@ class Run:
         metrics, updates = self.update(minibatches, np.asarray(acts))
         metrics |= view.metrics(self.state.model)
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
-        metrics |= self.describe(collected)
+        metrics |= self.describe(collected, view)
         self.updates += updates
         metrics["optim/updates"] = self.updates
         self.record(step, collected, keep)
@@ -196,9 +216,12 @@ class Run:
                 totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
         return dict(totals), int(acts.sum()) * algorithm.epochs
 
-    def describe(self, collected: Collected) -> dict[str, Any]:
+    def describe(self, collected: Collected, view: BatchView) -> dict[str, Any]:
         """Metrics of the rollouts and of what they cost."""
-        metrics = _describe(self.x.algorithm, collected.graded)
+        algorithm, batch = self.x.algorithm, view.batch
+        metrics = _describe(algorithm, collected.graded)
+        if collected.graded.old_logps is None and view.before is not None:  # then the batch holds the sampler's
+            metrics |= _mismatch(algorithm, batch.old_logps, view.before, batch.rows.mask())
         counts = grading.counts(collected.verdicts)
         total = np.float32(sum(counts.values()))
         for status in ("no_box", "timeout", "error"):
@@ -242,10 +265,10 @@ class Run:
         self.late.append((step, kind, values, finish))
 
     def flush(self) -> None:
-        """Write the queued lines. A NaN in one stops the run."""
+        """Write the queued lines. A NaN in one stops the run, and so does a sampler that is too far off."""
         late, self.late = self.late, []
         for step, kind, values, finish in late:
-            self.log.write(step, kind, finish(jax.device_get(values)))
+            check_gap(self.x.algorithm, step, self.log.write(step, kind, finish(jax.device_get(values))))
 
     def end_of_step(self, step: int) -> None:
         """Evaluation and checkpoint of the state before step ``step``."""
