@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jaxrl.errors import nearest
 from jaxrl.mesh import to_host
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, with_plain_attention
 from jaxrl.models.logps import token_logps
 from jaxrl.types import Rows, check_shapes, is_concrete, wide
 
@@ -82,7 +82,8 @@ def at_temperature(temperature: float) -> Logps:
 
 
 def scores(model: Any, rows: Rows, weights: Float[Array, "N L"], logps: Logps = token_logps) -> Float[Array, " N"]:
-    """``sum_t weights * log-prob`` of each row, nats."""
+    """``sum_t weights * log-prob`` of each row, nats. A decoder attends without fused kernels: they have no forward mode."""
+    model = with_plain_attention(model) if isinstance(model, Decoder) else model
     with jax.default_matmul_precision("highest"):
         values = logps(model, rows)
     return jnp.sum(values * weights.astype(values.dtype), axis=-1)

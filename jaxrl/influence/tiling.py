@@ -48,8 +48,8 @@ class Streaming:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", min(self.block, max(self.memory // 8, 1)))
-        # layers are always recomputed: models that differ in their policy for that share one program
-        object.__setattr__(self, "model", with_config(self.model, remat="none"))
+        # layers are always recomputed and attend plainly: models that differ in their policy for that share one program
+        object.__setattr__(self, "model", with_config(self.model, remat="none", attention="xla"))
 
     @property
     def size(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 REMAT = ("none", "names", "dots", "full")
+ATTENTION = ("auto", "xla", "cudnn", "splash")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,9 @@ class ModelConfig:
     size) exist in the matrices but are never sampled nor scored. ``dtype`` is the compute dtype:
     parameters are kept in float32 whatever it says. ``remat`` chooses what the backward pass keeps
     of a layer: everything (``none``), named activations (``names``), matmul outputs (``dots``) or
-    only layer inputs (``full``).
+    only layer inputs (``full``). ``attention`` chooses the kernel of whole rows: ``auto`` what suits the
+    platform, ``xla`` everywhere, ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs. Only ``xla`` has forward
+    mode and second derivatives: kernels and predictions of changes use it whatever is said here.
 
     ``source`` is the folder that a loaded model came from and ``checkpoint_dtype`` the dtype its
     tensors had there: one name, or (tensor, dtype) pairs where they differ. ``save_model`` goes by
@@ -59,6 +62,7 @@ class ModelConfig:
     max_positions: int = 2048
     dtype: str = "float32"
     remat: str = "none"
+    attention: str = "auto"
     vocab_limit: int | None = None
     init_std: float = 0.02
     source: str | None = field(default=None, compare=False)
@@ -69,6 +73,8 @@ class ModelConfig:
             raise ValueError(f"model.family: expected one of {', '.join(FAMILIES)}, got {self.family!r}")
         if self.remat not in REMAT:
             raise ValueError(f"model.remat: expected one of {', '.join(REMAT)}, got {self.remat!r}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"model.attention: expected one of {', '.join(ATTENTION)}, got {self.attention!r}")
         if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"model.dtype: expected float32, bfloat16, float16 or float64, got {self.dtype!r}")
         if self.num_heads % self.num_kv_heads:

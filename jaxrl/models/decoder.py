@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
+from jaxrl.models.attention import choose_rows, row_mask
+from jaxrl.models.attention import row_attention as attend_rows
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import (
     LAYER_AXES,
@@ -102,6 +105,13 @@ def with_config(model: Decoder, **changes: Any) -> Decoder:
     return jax.tree.unflatten(jax.tree.structure(skeleton), jax.tree.leaves(model))
 
 
+def with_plain_attention(model: Decoder) -> Decoder:
+    """The same arrays, attending in the way that forward mode and second derivatives take too."""
+    config = model.config
+    fused = choose_rows(config.attention, config.dtype, config.head_dim).name != "xla"
+    return with_config(model, attention="xla") if fused else model
+
+
 def cast(model: Decoder, dtype: Any) -> Decoder:
     """Parameters and compute in ``dtype``; for a frozen reference in bf16, or for float64 checks."""
     model = jax.tree.map(lambda x: x.astype(dtype), model)
@@ -119,13 +129,23 @@ def hidden(
 
     Padding needs no mask: it lies to the right, where causal attention never looks. Rows that hold
     several sequences one after the other (``pack``) give the ``positions`` within each and the
-    ``segments``: a token sees only its own segment.
+    ``segments``: a token sees only its own segment. ``config.attention`` says by which kernel they attend.
     """
-    attend = row_attention(tokens.shape, segments)
     if positions is None:
         positions = row_positions(tokens.shape)
-    x, _ = _run_layers(model, embed_tokens(model, tokens), positions, lambda extra, window: attend(window), None)
-    return rms_norm(x, model.norm[...], model.config.norm_eps)
+    x, config = embed_tokens(model, tokens), model.config
+    name = choose_rows(config.attention, config.dtype, config.head_dim).name
+    if name == "xla":
+        attend = row_attention(tokens.shape, segments)
+        x, _ = _run_layers(model, x, positions, lambda extra, window: attend(window), None)
+        return rms_norm(x, model.norm[...], config.norm_eps)
+    for layers, window in _runs(model):
+
+        def mix(q: Array, k: Array, v: Array, window: int | None = window) -> tuple[Array, None]:
+            return attend_rows(q, k, v, segments=segments, window=window, implementation=name), None
+
+        x, _ = _run_layers(model, x, positions, lambda extra, window, mix=mix: mix, None, layers)
+    return rms_norm(x, model.norm[...], config.norm_eps)
 
 
 def row_positions(shape: tuple[int, ...]) -> Int[Array, "N L"]:
@@ -141,10 +161,8 @@ def row_attention(
     Within a segment positions are consecutive, so a window can be measured in slots.
     """
     n, width = shape
+    causal = row_mask(n, width, segments)
     t = jnp.arange(width, dtype=jnp.int32)
-    causal = jnp.broadcast_to((t[:, None] >= t[None, :])[None], (n, width, width))
-    if segments is not None:
-        causal = causal & (segments[:, :, None] == segments[:, None, :])
 
     def attend(window: Array | None) -> Attend:
         near = causal if window is None else causal & (t[:, None] - t[None, :] < window)[None]
@@ -224,8 +242,23 @@ def layer_windows(config: ModelConfig) -> Int[Array, " D"] | None:
     return jnp.asarray([w or unlimited for w in config.windows], jnp.int32)
 
 
-def _run_layers(model: Decoder, x: Array, positions: Array, make_attend: Any, extra: Any) -> tuple[Array, Any]:
-    """Scan the stacked layers. ``make_attend(extra_of_layer, window) -> attend``."""
+def _runs(model: Decoder) -> list[tuple[Layers, int | None]]:
+    """The layers, cut where the sliding window changes: fused kernels take it as a number, not as data."""
+    windows = model.config.windows or (None,) * model.config.num_layers
+    cuts = [i for i in range(1, len(windows)) if windows[i] != windows[i - 1]]
+    if not cuts:
+        return [(model.layers, windows[0])]
+    bounds = [0, *cuts, len(windows)]
+    return [(jax.tree.map(lambda x, a=a, b=b: x[a:b], model.layers), windows[a]) for a, b in pairwise(bounds)]
+
+
+def _run_layers(
+    model: Decoder, x: Array, positions: Array, make_attend: Any, extra: Any, layers: Layers | None = None
+) -> tuple[Array, Any]:
+    """Scan the stacked layers. ``make_attend(extra_of_layer, window) -> attend``.
+
+    ``layers``: some of them, whose ``make_attend`` knows their window.
+    """
     config = model.config
     angles = rope_angles(positions, config, x.dtype)
 
@@ -233,7 +266,8 @@ def _run_layers(model: Decoder, x: Array, positions: Array, make_attend: Any, ex
         p, extra, window = xs
         return layer(p, x, angles, config, make_attend(extra, window))
 
-    return jax.lax.scan(_remat(body, config.remat), x, (model.layers, extra, layer_windows(config)))
+    xs = (model.layers, extra, layer_windows(config)) if layers is None else (layers, extra, None)
+    return jax.lax.scan(_remat(body, config.remat), x, xs)
 
 
 def _remat(body: Any, remat: str) -> Any:

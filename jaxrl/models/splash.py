@@ -21,10 +21,10 @@ def splash_rows(
     q: Float[Array, "B S h e"],
     k: Float[Array, "B S K e"],
     v: Float[Array, "B S K e"],
-    segments: Int[Array, "B S"] | None,
-    window: int | None,
+    segments: Int[Array, "B S"] | None = None,
     *,
-    interpret: bool,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B S h e"]:
     """Causal attention within segments over at most the ``window`` last tokens; scores and sums in float32.
 

@@ -33,6 +33,7 @@ class ModelSpec:
     base: Literal["msa0"] | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     remat: Literal["none", "names", "dots", "full"] = "none"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,7 +178,9 @@ def make_base(experiment: Experiment, mesh: Mesh, root: Key[Array, ""]) -> Decod
 def place(model: Decoder, spec: ModelSpec, task: Task, mesh: Mesh) -> Decoder:
     """The model on the mesh, computing in the experiment's dtype, within the tokenizer's vocabulary."""
     check_vocabulary(task, model.config)
-    model = with_config(model, dtype=spec.dtype, remat=spec.remat, vocab_limit=task.vocab_limit)
+    model = with_config(
+        model, dtype=spec.dtype, remat=spec.remat, attention=spec.attention, vocab_limit=task.vocab_limit
+    )
     return shard_tree(mesh, param_axes(model.config), model)
 
 
