@@ -72,7 +72,8 @@ def test_the_first_gradient_is_the_one_worked_by_hand(x64):
         np.testing.assert_array_equal(got[:, :PROMPT], 0)
 
 
-def test_where_both_programs_agree_all_pieces_are_one():
+@pytest.mark.x64
+def test_where_both_programs_agree_all_pieces_are_one(x64):
     graded = worked(np.zeros((2, 3)))
     want = policy(Trainer(), graded)
     for piece in (Tis(), Sampler()):
@@ -81,7 +82,8 @@ def test_where_both_programs_agree_all_pieces_are_one():
             np.testing.assert_array_equal(a, b)
 
 
-def test_the_sampler_s_log_probs_need_none_of_the_trainer():
+@pytest.mark.x64
+def test_the_sampler_s_log_probs_need_none_of_the_trainer(x64):
     graded = dataclasses.replace(worked(), old_logps=None)
     batch, _ = policy(Sampler(), graded)
     np.testing.assert_array_equal(batch.old_logps, graded.rollouts.logps[0])
@@ -90,7 +92,8 @@ def test_the_sampler_s_log_probs_need_none_of_the_trainer():
             prepare(Algorithm(old_logps=piece), graded)
 
 
-def test_tokens_that_do_not_count_keep_no_weight_and_no_overflow():
+@pytest.mark.x64
+def test_tokens_that_do_not_count_keep_no_weight_and_no_overflow(x64):
     """A masked response may hold any difference; one that counts and is no number shows in the loss."""
     graded = worked([[0.0, 0.0, 0.0], [-1e4, np.inf, 0.0]])
     stop = jnp.asarray([[0, STOP_LENGTH]], jnp.int32)
@@ -153,7 +156,8 @@ def test_mismatch_is_measured_before_any_cap(x64):
     assert float(got["correlation"]) == pytest.approx(np.corrcoef(p * np.exp(-d), p)[0, 1], rel=1e-12)
 
 
-def test_two_programs_that_agree_show_no_mismatch_and_nothing_sampled_shows_no_nan():
+@pytest.mark.x64
+def test_two_programs_that_agree_show_no_mismatch_and_nothing_sampled_shows_no_nan(x64):
     graded = worked(np.zeros((2, 3)))
     mask = graded.rollouts.rows.mask()
     got = sampler_mismatch(graded.rollouts.logps, graded.old_logps, mask)
