@@ -1,0 +1,63 @@
+"""From prompts to ``Rollouts`` through an engine: the right-padded table that training and evaluation take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from jaxrl.mesh import to_host
+from jaxrl.sampling.requests import Engine, Request, Sample, Sampling
+from jaxrl.sampling.strategies import Strategy
+from jaxrl.types import STOP_NONE, Prompts, Rollouts, Rows
+
+
+def sample(
+    engine: Engine,
+    prompts: Prompts,
+    strategy: Strategy,
+    *,
+    n: int,
+    key: Key[Array, ""],
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    step: int = 0,
+    first: int = 0,
+    chosen: Sequence[int] | None = None,
+    finished: Callable[[int, int, Sample], None] | None = None,
+) -> Rollouts:
+    """Samples ``first .. first + n - 1`` of each prompt, as ``jaxrl.sampling.generate.generate`` gives them.
+
+    ``chosen`` are the prompts to sample (default: all); the others' rows stay without a response (``STOP_NONE``).
+    ``finished(p, g, sample)`` is told of each response as it ends, while others are still being decoded. Arrays are
+    numpy's. Raises ``ValueError`` for what the engine refuses, and when a sample comes without log-probabilities.
+    """
+    tokens, length, uid = (np.asarray(x, np.int32) for x in to_host((prompts.tokens, prompts.length, prompts.uid)))
+    at = range(len(uid)) if chosen is None else [int(p) for p in chosen]
+    requests = [Request(int(uid[p]), tokens[p, : length[p]], n, max_new_tokens, first) for p in at]
+    place = {int(uid[p]): p for p in at}
+    out = empty_rollouts(tokens, length, n, max_new_tokens)
+    for found in engine.stream(requests, Sampling(strategy, tuple(stop_ids), key, step)):
+        if found.logps is None:
+            raise ValueError(f"the engine gave no log-probabilities for sample {found.index} of prompt {found.uid}")
+        p, g = place[found.uid], found.index - first
+        span = slice(length[p], length[p] + len(found.tokens))
+        out.rows.tokens[p, g, span], out.logps[p, g, span] = found.tokens, found.logps
+        out.rows.length[p, g], out.stop[p, g] = span.stop, found.stop
+        if finished is not None:
+            finished(p, g, found)
+    return out
+
+
+def empty_rollouts(
+    tokens: Int[np.ndarray, "P S"], length: Int[np.ndarray, " P"], n: int, max_new_tokens: int
+) -> Rollouts:
+    """Host arrays of rollouts without a response."""
+    prompts, width = tokens.shape
+    rows = np.zeros((prompts, n, width + max_new_tokens), np.int32)
+    rows[:, :, :width] = np.where(np.arange(width) < length[:, None], tokens, 0)[:, None]
+    start = np.repeat(length[:, None], n, axis=1)
+    logps = np.zeros(rows.shape, jnp.result_type(float))
+    return Rollouts(Rows(rows, start, start.copy()), logps, np.full((prompts, n), STOP_NONE, np.int32))
