@@ -192,11 +192,13 @@ def oracle(scores, k=None, p=None, temperature=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_supports_are_those_of_a_sort(dtype):
-    """Continuous logits of both signs, rows that differ, ids that do not exist; and zeros of both signs are tied."""
+    """Logits of both signs, the whole range of floats and neighbours in it, ids that do not exist; both zeros are tied."""
     with jax.enable_x64(dtype == np.float64):
         scores = np.random.default_rng(7).normal(size=(50, 130)).astype(dtype) * 3 - 2
         scores[:, 120:] = -np.inf
         scores[0, :120] = np.where(np.arange(120) % 2, -0.0, 0.0)
+        far = 10.0 ** np.arange(1, 31)
+        scores[1, :120] = np.concatenate([far, 1 + np.arange(60) * np.finfo(dtype).eps, -far])
         for k in (1, 3, 64, 119, 120, 121, 130, 10**9):
             np.testing.assert_array_equal(support(TopK(k=k, temperature=0.5), scores), oracle(scores, k))
         for p in (0.05, 0.5, 0.9, 0.99):
