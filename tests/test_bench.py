@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import json
 import math
 import pathlib
@@ -17,37 +16,23 @@ import pytest
 from jaxrl import cli
 from jaxrl.bench import SUBJECTS, arguments, environments
 from jaxrl.bench.__main__ import main
-from jaxrl.bench.compare import AGREE, Case, Measured, compare
-from jaxrl.bench.environments import PEERS, peer_python
-from jaxrl.bench.kernel import Report
+from jaxrl.bench.compare import KERNEL, Case, Measured, compare
+from jaxrl.bench.environments import PEERS, peer_python, peers_of
 from jaxrl.bench.own import PASS, REFERENCE, case
+from jaxrl.bench.report import Report
+from jaxrl.bench.rollout import LOGITS
 from jaxrl.bench.run import run
-from jaxrl.bench.sizes import KERNEL_SIZES, KernelSize, Sizes
-from jaxrl.bench.table import table
-from jaxrl.bench.timing import against, interleaved
+from jaxrl.bench.sizes import KERNEL_SIZES, KernelSize
+from jaxrl.bench.table import speeds, table
+from jaxrl.bench.timing import against
 from jaxrl.bench.workers import Worker, WorkerFailed
+from jaxrl.bench.workloads import SCALES
 from jaxrl.bench.world import as_model, write_world
 from jaxrl.errors import DoesNotHold, JaxrlError, UsageError
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.models.decoder import param_shapes
-from jaxrl.tables import write_tables
 
-TINY = Sizes(
-    hidden=16,
-    layers=1,
-    heads=2,
-    vocab=16,
-    width=6,
-    prompts=2,
-    prompt_tokens=4,
-    new_tokens=3,
-    samples=2,
-    step_rows=4,
-    microbatch=2,
-    target=0.0,
-)
 TINY_KERNEL = KernelSize(hidden=16, layers=2, vocab=300, width=6, rows=(3,), head_dim=4)
-BASELINES = {"sampling": "n prefills, one sample each", "step": "whole batch"}
 
 
 def parse(line: str) -> argparse.Namespace:
@@ -59,7 +44,7 @@ def parse(line: str) -> argparse.Namespace:
 
 def test_both_command_lines_take_the_same_arguments(monkeypatch):
     seen = []
-    monkeypatch.setattr("jaxrl.bench.__main__.run", lambda a, sizes: seen.append(vars(a)))
+    monkeypatch.setattr("jaxrl.bench.__main__.run", lambda a: seen.append(vars(a)))
     line = "kernel --sizes M,S --rows 4,8 --methods columns --peer nt --response half --repeats 2 --json"
     assert main(shlex.split(line)) == 0
     named = vars(parse(line))
@@ -77,7 +62,10 @@ def test_both_command_lines_take_the_same_arguments(monkeypatch):
 
 def test_the_names_of_the_arguments_are_those_that_exist():
     assert set(arguments.SIZES) == set(KERNEL_SIZES)
-    assert set(arguments.PEERS) == set(PEERS)
+    assert arguments.PEERS.keys() == set(SUBJECTS)
+    assert {subject: set(peers_of(subject)) for subject in SUBJECTS} == {s: set(p) for s, p in arguments.PEERS.items()}
+    for scale in SCALES.values():
+        assert [tuple(scale.rollout), tuple(scale.step)] == [arguments.CASES["rollout"], arguments.CASES["step"]]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,7 @@ def test_the_names_of_the_arguments_are_those_that_exist():
         ("krnel", "argument SUBJECT: invalid choice: 'krnel'"),
         ("kernel --sizes S,L", "argument --sizes: expected one of: XS, S, M, got 'L'"),
         ("kernel --peer torhc", "argument --peer: did you mean 'torch'?"),
-        ("kernel --peer torch,none", "argument --peer: expected one of: torch, nt, got 'none'"),
+        ("kernel --peer torch,none", "argument --peer: expected one of: torch, nt, hf, tunix, trl, got 'none'"),
         ("kernel --rows 4,0", "argument --rows: expected an integer of at least 1, got '0'"),
     ],
 )
@@ -104,8 +92,10 @@ def test_wrong_arguments_are_usage_errors(line, message, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("step --sizes S --rows 4", "--sizes, --rows: belongs to the subject kernel, not to step"),
-        ("sampling --peer none", "--peer: belongs to the subject kernel, not to sampling"),
+        ("step --sizes S --rows 4", "--sizes: belongs to the subject kernel, not to step"),
+        ("kernel --quick", "--quick: belongs to the subject rollout or step, not to kernel"),
+        ("step --peer hf", "--peer: expected one of: trl, tunix"),
+        ("rollout --cases plain,ragged", "--cases: expected one of: plain, shared, refill"),
         ("kernel --methods colums", "--methods: did you mean 'columns'?"),
         ("kernel --methods auto", "--methods: expected one of:"),
     ],
@@ -135,13 +125,50 @@ def test_the_kernel_alone_runs_at_full_size_with_peers_and_quickly_among_the_oth
         return Report(tables={"kernel XS 3x3": [{"case": "a"}]}, versions={"torch": "2"}, failed=["a: died"])
 
     monkeypatch.setattr("jaxrl.bench.run.kernel", kernel)
-    monkeypatch.setattr("jaxrl.bench.run.sampling", lambda sizes, repeats: [])
-    monkeypatch.setattr("jaxrl.bench.run.step", lambda sizes, repeats: [])
+    for other in ("rollout", "step"):
+        monkeypatch.setattr(f"jaxrl.bench.run.{other}", lambda cases, **_: Report())
     with pytest.raises(DoesNotHold, match="a: died") as failed:  # what failed is said, what was found is kept
         run(parse(line))
     assert failed.value.result["kernel XS 3x3"] == [{"case": "a"}]
     assert failed.value.result["torch"] == "2"
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("rollout", ("rollout", ["plain", "shared", "refill"], ("hf", "tunix"), "full")),
+        ("step --peer tunix --cases ragged", ("step", ["ragged"], ("tunix",), "full")),
+        ("rollout --quick --peer none --cases refill,plain", ("rollout", ["plain", "refill"], (), "quick")),
+    ],
+)
+def test_rollout_and_step_run_with_all_their_peers_unless_told_otherwise(monkeypatch, line, expected):
+    seen = []
+
+    def subject(name):
+        def called(cases, *, peers, repeats, scale):
+            seen.append((name, cases, peers, next(key for key, value in SCALES.items() if value is scale)))
+            return Report(tables={f"{name} a": [{"case": "a"}]})
+
+        return called
+
+    for name in ("rollout", "step"):
+        monkeypatch.setattr(f"jaxrl.bench.run.{name}", subject(name))
+    result = run(parse(line))
+    assert seen == [expected]
+    assert result[f"{expected[0]} a"] == [{"case": "a"}]
+    assert "--xla_cpu_multi_thread_eigen=false" in result["threads of rollout and step"]
+
+
+def test_everything_together_is_quick_and_without_peers(monkeypatch):
+    seen = []
+    monkeypatch.setattr("jaxrl.bench.run.kernel", lambda names, **_: Report())
+    for name in ("rollout", "step"):
+        monkeypatch.setattr(
+            f"jaxrl.bench.run.{name}", lambda cases, *, peers, repeats, scale: seen.append((peers, scale)) or Report()
+        )
+    run(parse("all"))
+    assert seen == [((), SCALES["quick"])] * 2
 
 
 def test_the_command_prints_what_was_found(monkeypatch, capsys):
@@ -152,7 +179,7 @@ def test_the_command_prints_what_was_found(monkeypatch, capsys):
 
 
 def test_the_module_says_what_failed_after_what_was_found(monkeypatch, capsys):
-    def failing(a, sizes):
+    def failing(a):
         raise DoesNotHold("a: died", {"rounds": 4})
 
     monkeypatch.setattr("jaxrl.bench.__main__.run", failing)
@@ -162,40 +189,7 @@ def test_the_module_says_what_failed_after_what_was_found(monkeypatch, capsys):
     assert said.err == "jaxrl.bench: a: died\n"
 
 
-# ---------------------------------------------------------------- the quick subjects
-
-
-@pytest.fixture(scope="module")
-def quick() -> dict:
-    return {name: run(parse(f"{name} --repeats 1"), TINY) for name in BASELINES}
-
-
-@pytest.mark.slow
-def test_the_quick_subjects_give_finite_positive_ratios_to_their_baselines(quick):
-    assert {*BASELINES, "kernel"} == set(SUBJECTS)
-    for name, baseline in BASELINES.items():
-        rows = quick[name][name]
-        assert len(rows) >= 2
-        for row in rows:
-            numbers = [v for k, v in row.items() if k not in ("case", "ratio")] + list(row["ratio"].values())
-            assert all(math.isfinite(x) and x > 0 for x in numbers), row
-        assert {row["case"]: row["ratio"]["value"] for row in rows}[baseline] == 1
-
-
-@pytest.mark.slow
-def test_tables_name_every_case(quick):
-    for name, result in quick.items():
-        out = io.StringIO()
-        write_tables(result, out)
-        assert all(row["case"] in out.getvalue() for row in result[name])
-
-
-def test_cases_are_timed_turn_by_turn():
-    order = []
-    cases = {name: lambda name=name: order.append(name) for name in "ab"}
-    seconds = interleaved(cases, repeats=3, target=0.0)
-    assert order == list("aabb" + "ab" * 3)  # warm-up and calibration first
-    assert all(taken.shape == (3,) and (taken > 0).all() for taken in seconds.values())
+# ---------------------------------------------------------------- tables
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
@@ -204,9 +198,6 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
     assert base["ratio"] == {"value": 1, "low": 1, "high": 1}
     assert other["ratio"] == {"value": 3, "low": 2, "high": 4}
     assert (base["CPU-seconds"], other["CPU-seconds"]) == (2, 8)
-
-
-# ---------------------------------------------------------------- the kernel's table
 
 
 def measured(name, seconds, *, peer=False, temp=None, rss=None, differs=None, failure=None) -> Measured:
@@ -236,6 +227,15 @@ def test_every_ratio_is_of_the_same_rounds():
     assert rows["slow peer"]["over best peer"]["value"] == 5
 
 
+def test_speeds_are_tokens_a_cpu_second_and_seconds_over_our_own():
+    rows = {row["case"]: row for row in speeds(FOUND, 100, "streamed")}
+    assert "dead peer" not in rows
+    assert rows["fast peer"]["CPU-seconds"] == {"value": 4, "low": 4, "high": 8}
+    assert rows["fast peer"]["tokens/CPU-second"] == 25
+    assert rows["fast peer"]["over streamed"] == {"value": 2, "low": 4 / 6, "high": 2}
+    assert rows["fast peer"]["differs by"] == 2e-6
+
+
 def test_memory_is_in_megabytes_and_over_the_pass_and_the_reference():
     rows = {row["case"]: row for row in table(FOUND, PASS, REFERENCE)}
     streamed = rows["streamed"]
@@ -263,9 +263,10 @@ job = json.loads(sys.argv[1])
 name, how = job["case"], job["case"].split()[-1]
 log = open(os.path.join(os.path.dirname(job["world"]), "order"), "a")
 kernel = [[1.0, 2.0], [3.0, 4.0 + {"rounding": 1e-6, "wrong": 0.1, "nan": float("nan")}.get(how, 0)]]
-first = {"kernel": kernel, "temp_bytes": 7, "versions": {"stub": "1"}, "cpu_seconds": {"dear": 1000.0}.get(how, 1e-3)}
-if how == "pass": first["kernel"] = None
-if how == "narrow": first["kernel"] = [[1.0, 2.0]]
+made = {"idler": 4, "tiring": 5, "counting": 5}.get(how)
+first = {"values": kernel, "temp_bytes": 7, "versions": {"stub": "1"}, "cpu_seconds": {"dear": 1000.0}.get(how, 1e-3), "made": made}
+if how == "pass": first["values"] = None
+if how == "narrow": first["values"] = [[1.0, 2.0]]
 if how == "forgetful": del first["temp_bytes"]
 if how == "silent": time.sleep(60)
 if how == "stillborn": sys.exit("no such library")
@@ -274,7 +275,8 @@ for turn, line in enumerate(sys.stdin):
     print(name, line.strip(), file=log, flush=True)
     if how == "dying" and turn: os._exit(9)
     seconds = {"lying": 1e9, "idle": 0.0, "nothing": None}.get(how, 1e-3)
-    print(json.dumps({"cpu_seconds": seconds, "peak_rss_bytes": 1000 + turn}), flush=True)
+    if how == "tiring" and turn: made = 3
+    print(json.dumps({"cpu_seconds": seconds, "peak_rss_bytes": 1000 + turn, "made": made}), flush=True)
 """
 
 
@@ -284,9 +286,9 @@ def compared(tmp_path):
     script = tmp_path / "stub.py"
     script.write_text(STUB)
 
-    def run(*names: str, repeats: int = 2, target: float = 0.0) -> tuple[dict[str, Measured], list[str]]:
+    def run(*names: str, repeats: int = 2, target: float = 0.0, **options) -> tuple[dict[str, Measured], list[str]]:
         cases = [Case(name, (sys.executable, str(script)), peer=name.startswith("peer")) for name in names]
-        found = compare(cases, tmp_path / "world.npz", (2, 2), repeats=repeats, target=target)
+        found = compare(cases, tmp_path / "world.npz", (2, 2), repeats=repeats, target=target, **options)
         return {m.case.name: m for m in found}, (tmp_path / "order").read_text().splitlines()
 
     return run
@@ -314,8 +316,8 @@ def test_short_calls_are_repeated_and_dear_ones_are_timed_once(compared):
     ("how", "message"),
     [
         ("wrong", "another kernel: it differs by"),
-        ("nan", "expected a kernel of finite numbers"),
-        ("narrow", r"expected a kernel of finite numbers, \(2, 2\), got shape \(1, 2\)"),
+        ("nan", "expected finite numbers"),
+        ("narrow", r"expected finite numbers, \(2, 2\), got shape \(1, 2\)"),
         ("forgetful", "its answer lacks temp_bytes"),
         ("chatty", "expected a JSON object in one line, got b'a library says hello'"),
         ("stillborn", "died with exit code 1\nno such library"),
@@ -334,6 +336,25 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(compared, how, messa
     assert [(m.failure, len(m.seconds)) for m in found.values()] == [(None, 2)] * 3
 
 
+def test_a_call_must_have_made_what_was_asked_for(compared):
+    found, _ = compared("ours counting", "peer counting", "peer idler", "peer tiring", "peer rounding", made=5)
+    failures = {name: m.failure for name, m in found.items()}
+    assert failures["ours counting"] is failures["peer counting"] is None
+    assert failures["peer idler"] == "peer idler: a call should have made 5, and made 4"
+    assert failures["peer tiring"] == "peer tiring: a call should have made 5, and made 3"  # found in a later round
+    assert failures["peer rounding"] == "peer rounding: a call should have made 5, and made None"
+    assert found["peer tiring"].seconds == []
+
+
+def test_what_counts_as_the_same_is_the_benchmarks_own(compared):
+    found, _ = compared("ours", "peer rounding", "peer wrong", agreement=LOGITS)
+    assert found["peer rounding"].differs == pytest.approx(1e-6)
+    assert (
+        found["peer wrong"].failure
+        == "peer wrong: another model: it differs by 0.1 in a logit, at most 0.0001 is rounding"
+    )
+
+
 def test_silence_is_not_waited_for_forever(compared, monkeypatch):
     monkeypatch.setattr("jaxrl.bench.workers.PATIENCE", 0.5)
     began = time.monotonic()
@@ -349,7 +370,7 @@ def test_without_the_first_case_there_is_nothing_to_compare_with(compared):
 
 def test_kernels_are_compared_with_our_own_not_with_a_peers(compared):
     found, _ = compared("pass", "peer wrong", "ours", "peer rounding")
-    assert 0.1 / np.sqrt(30) > AGREE
+    assert 0.1 / np.sqrt(30) > KERNEL.limit
     assert found["peer wrong"].failure is None  # there was no truth yet: own cases come first in a real run
     assert found["peer rounding"].differs < 1e-6
 
@@ -384,7 +405,8 @@ def served(tmp_path):
 def test_a_script_serves_its_case_as_the_protocol_says(served):
     held = np.ones(50_000_000)  # memory of the process that starts another is not the other's
     first = served.first((1, 2))
-    assert (first["temp_bytes"], first["versions"], first["kernel"].tolist()) == (5, {"numpy": "2"}, [[1, 1]])
+    assert (first["temp_bytes"], first["versions"], first["values"].tolist()) == (5, {"numpy": "2"}, [[1, 1]])
+    assert served.made is None
     assert 0.05 <= served.seconds(2) < 0.1  # of one call
     assert 1e6 < served.peak_rss_bytes < held.nbytes / 2
     with pytest.raises(WorkerFailed, match=r"a: died with exit code 1\n(.*\n)*ValueError: too often"):
@@ -477,7 +499,7 @@ def test_an_environment_is_made_once_and_again_when_its_pins_change_or_it_is_hal
 
 
 def test_an_environment_that_cannot_be_made_stays_half_made_and_says_why(monkeypatch, tmp_path):
-    peer = environments.Peer("none", "none.py", (), ("no-such-package==0",))
+    peer = environments.Peer("none", {}, ("no-such-package==0",))
     stand_in = tmp_path / "python"
     stand_in.write_text("#!/bin/sh\necho no index here; exit 1\n")
     stand_in.chmod(0o755)
@@ -517,12 +539,13 @@ def peer(name: str) -> list[Case]:
         python = environments.cache_folder() / name / "bin" / "python"
         if not (python.parents[1] / environments.STAMP).exists():
             pytest.skip(f"no environment of peer {name}: `jaxrl bench kernel` makes it")
-    script = pathlib.Path(environments.__file__).parent / "peers" / PEERS[name].script
-    return [Case(c, (str(python), str(script)), environments.environment(), peer=True) for c in PEERS[name].cases]
+    work = PEERS[name].work["kernel"]
+    script = pathlib.Path(environments.__file__).parent / "peers" / work.script
+    return [Case(c, (str(python), str(script)), environments.environment(), peer=True) for c in work.cases]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", peers_of("kernel"))
 def test_a_peers_kernel_is_ours(name, tiny, tmp_path):
     write_world(tmp_path / "world.npz", *tiny)
     env = environments.environment()

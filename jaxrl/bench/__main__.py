@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from jaxrl.bench.arguments import LINE, add_arguments
 from jaxrl.bench.run import run
-from jaxrl.bench.sizes import SIZES, Sizes
 from jaxrl.errors import DoesNotHold, JaxrlError
 from jaxrl.tables import write_json, write_tables
 
 
-def main(argv: Sequence[str] | None = None, sizes: Sizes = SIZES) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl.bench", description=f"Prints {LINE}.")
     add_arguments(parser)
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes = SIZES) -> int:
     arguments = parser.parse_args(argv)
     error, result = None, None
     try:
-        result = run(arguments, sizes)
+        result = run(arguments)
     except JaxrlError as raised:
         error, result = raised, raised.result if isinstance(raised, DoesNotHold) else None
     if result:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxrl.bench import SUBJECTS
 from jaxrl.errors import nearest
 
 SIZES = ("XS", "S", "M")
-PEERS = ("torch", "nt")
-LINE = "what the kernel, shared prefill and micro-batches cost on this machine, in CPU-seconds against a baseline"
-EXAMPLE = "jaxrl bench kernel --sizes S --rows 16 --peer torch,nt"
+PEERS = {"kernel": ("torch", "nt"), "rollout": ("hf", "tunix"), "step": ("trl", "tunix")}
+CASES = {"rollout": ("plain", "shared", "refill"), "step": ("full", "ragged")}
+LINE = "what the kernel, sampling and a training step cost on this machine, in CPU-seconds against other libraries"
+EXAMPLE = "jaxrl bench rollout --peer hf,tunix"
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -23,9 +24,24 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         default="all",
         choices=subjects,
         metavar="SUBJECT",
-        help=f"{', '.join(subjects)} (default); kernel alone takes half an hour, all is quick",
+        help=f"{', '.join(subjects)} (default); all is quick and without peers, each alone takes up to half an hour",
     )
     p.add_argument("--repeats", type=_count, default=3, metavar="N", help="rounds of timings (default 3)")
+    p.add_argument(
+        "--peer",
+        type=_peers,
+        metavar="A,B",
+        help=f"{_by_subject(PEERS)}; or none; each in its own environment, made when missing "
+        "(default: all of the subject; none under all)",
+    )
+    shared = p.add_argument_group("rollout, step")
+    shared.add_argument(
+        "--cases",
+        type=_names([name for names in CASES.values() for name in names]),
+        metavar="A,B",
+        help=f"{_by_subject(CASES)} (default all)",
+    )
+    shared.add_argument("--quick", action="store_true", default=None, help="a tiny model: shows that it runs, no more")
     kernel = p.add_argument_group("kernel")
     kernel.add_argument(
         "--sizes", type=_names(SIZES), metavar="S,M", help=f"of {', '.join(SIZES)} (default S,M; XS under all)"
@@ -33,14 +49,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     kernel.add_argument("--rows", type=_counts, metavar="N,N", help="rows on each side (default: by size)")
     kernel.add_argument("--methods", type=_list, metavar="A,B", help="of our own (default reference,streamed)")
     kernel.add_argument(
-        "--peer",
-        type=_peers,
-        metavar="A,B",
-        help=f"of {', '.join(PEERS)}, or none; each in its own environment, made when missing (default: all; none under all)",
-    )
-    kernel.add_argument(
         "--response", choices=("all", "half"), help="response tokens of a row (default all but the first)"
     )
+
+
+def _by_subject(names: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{subject}: {', '.join(of)}" for subject, of in names.items())
 
 
 def _count(text: str) -> int:
@@ -68,4 +82,5 @@ def _names(known: Sequence[str]):
 
 
 def _peers(text: str) -> tuple[str, ...]:
-    return () if text == "none" else _names(PEERS)(text)
+    known = list(dict.fromkeys(name for names in PEERS.values() for name in names))
+    return () if text == "none" else _names(known)(text)

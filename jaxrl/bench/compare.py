@@ -1,10 +1,10 @@
-"""Cases that compute the same kernel, each in a process of its own, timed turn by turn."""
+"""Cases that compute the same, each in a process of its own, timed turn by turn."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,28 @@ TARGET = 0.3  # CPU-seconds that one timing should last; shorter calls are repea
 SLOW = 20.0  # CPU-seconds of a first call beyond which no second is needed to know its speed
 DEAR = 100.0  # CPU-seconds of a call beyond which it is timed in the first round alone
 MOST_CALLS = 1000
-AGREE = 1e-3  # distance over norm beyond which two kernels are not the same
 SHARE = 0.8  # of the memory that is free at the start: what one worker may take
+
+
+def distance(values: np.ndarray, truth: np.ndarray) -> float:
+    """``|values - truth| / |truth|``, Frobenius norms."""
+    return float(np.linalg.norm(values - truth) / np.linalg.norm(truth))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """When a case computes the same as the others: ``distance(values, truth)`` is at most ``limit``.
+
+    ``what`` and ``unit`` are for the message: "another kernel: it differs by 0.1 of the norm".
+    """
+
+    what: str
+    unit: str
+    limit: float
+    distance: Callable[[np.ndarray, np.ndarray], float] = distance
+
+
+KERNEL = Agreement("another kernel", "of the norm", 1e-3)
 
 
 @dataclass(frozen=True)
@@ -50,13 +70,21 @@ class Measured:
 
 
 def compare(
-    cases: Sequence[Case], world: Path, shape: tuple[int, int], *, repeats: int, target: float = TARGET
+    cases: Sequence[Case],
+    world: Path,
+    shape: tuple[int, int],
+    *,
+    repeats: int,
+    agreement: Agreement = KERNEL,
+    made: int | None = None,
+    target: float = TARGET,
 ) -> list[Measured]:
     """Start, warm up and check every case, one after the other; then time all of them in turn, ``repeats`` times.
 
-    Kernels are compared with the first one that is not a peer's. A case whose worker fails, or whose
-    kernel is another one, leaves at that point; the others go on. Only the first case, which they are
-    held against, cannot be missed: then ``WorkerFailed`` is raised. Nothing else runs beside a timing.
+    Values are compared with the first ones that are not a peer's, and every call must have made ``made``
+    (None: nothing is counted). A case whose worker fails, or that computes something else, leaves at
+    that point; the others go on. Only the first case, which they are held against, cannot be missed:
+    then ``WorkerFailed`` is raised. Nothing else runs beside a timing.
     """
     found, memory = [Measured(case) for case in cases], free_memory()
     with ExitStack() as stack:
@@ -69,7 +97,8 @@ def compare(
             messages = world.parent / f"{len(workers)}.log"
             worker = stack.enter_context(Worker(case.name, case.command, job, case.env, messages))
             try:
-                truth = _warm_up(worker, measured, shape, truth, target)
+                truth = _warm_up(worker, measured, shape, truth, agreement, target)
+                _count(worker, made)
                 workers[case.name] = worker
             except WorkerFailed as error:
                 _drop(worker, measured, error, needed=measured is found[0])
@@ -77,24 +106,30 @@ def compare(
             for measured in found:
                 if measured.failure is None and not (measured.dear and index):
                     _say(f"{measured.case.name}: round {index + 1} of {repeats}")
-                    _time(workers[measured.case.name], measured, needed=measured is found[0])
+                    _time(workers[measured.case.name], measured, made, needed=measured is found[0])
     return found
 
 
 def _warm_up(
-    worker: Worker, measured: Measured, shape: tuple[int, int], truth: np.ndarray | None, target: float
+    worker: Worker,
+    measured: Measured,
+    shape: tuple[int, int],
+    truth: np.ndarray | None,
+    agreement: Agreement,
+    target: float,
 ) -> np.ndarray | None:
-    """The first call: check what it gave, and settle how many calls make a timing. Returns the true kernel."""
+    """The first call: check what it gave, and settle how many calls make a timing. Returns the true values."""
     answer = worker.first(shape)
     measured.temp_bytes, measured.versions = answer["temp_bytes"], answer["versions"]
-    kernel = answer["kernel"]
-    if kernel is not None and truth is None and not measured.case.peer:
-        truth = kernel
-    elif kernel is not None and truth is not None:
-        measured.differs = distance(kernel, truth)
-        if not measured.differs <= AGREE:
+    values = answer["values"]
+    if values is not None and truth is None and not measured.case.peer:
+        truth = values
+    elif values is not None and truth is not None:
+        measured.differs = agreement.distance(values, truth)
+        if not measured.differs <= agreement.limit:
             raise WorkerFailed(
-                f"{worker.name}: another kernel: it differs by {measured.differs:.3g} of the norm, at most {AGREE:g} is rounding"
+                f"{worker.name}: {agreement.what}: it differs by {measured.differs:.3g} {agreement.unit}, "
+                f"at most {agreement.limit:g} is rounding"
             )
     took = answer["cpu_seconds"] if answer["cpu_seconds"] > SLOW else worker.seconds(1)
     measured.calls = min(MOST_CALLS, max(1, math.ceil(target / took)))
@@ -102,9 +137,16 @@ def _warm_up(
     return truth
 
 
-def _time(worker: Worker, measured: Measured, needed: bool) -> None:
+def _count(worker: Worker, made: int | None) -> None:
+    if worker.made != made:
+        raise WorkerFailed(f"{worker.name}: a call should have made {made}, and made {worker.made}")
+
+
+def _time(worker: Worker, measured: Measured, made: int | None, needed: bool) -> None:
     try:
-        measured.seconds.append(worker.seconds(measured.calls))
+        seconds = worker.seconds(measured.calls)
+        _count(worker, made)
+        measured.seconds.append(seconds)
         measured.peak_rss_bytes = worker.peak_rss_bytes
     except WorkerFailed as error:
         _drop(worker, measured, error, needed)
@@ -116,11 +158,6 @@ def _drop(worker: Worker, measured: Measured, error: WorkerFailed, needed: bool)
     measured.failure = str(error)
     _say(measured.failure)
     worker.close()
-
-
-def distance(kernel: np.ndarray, truth: np.ndarray) -> float:
-    """``|kernel - truth| / |truth|``, Frobenius norms."""
-    return float(np.linalg.norm(kernel - truth) / np.linalg.norm(truth))
 
 
 def free_memory() -> int | None:

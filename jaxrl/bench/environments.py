@@ -10,42 +10,53 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl.errors import JaxrlError
 
 STAMP = "complete"  # holds the pins; written last, so an environment without it is half-made
-WITHOUT = "jaxrl bench kernel --peer none runs without peers"
 # Not given to a peer: paths that would mix environments, flags that another XLA may refuse to start with.
 FOREIGN = ("PYTHONPATH", "PYTHONHOME", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a peer does for one subject: its script below ``peers/``, and the ways it can be called."""
+
+    script: str
+    cases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Peer:
-    """A library that computes the same kernel: pinned packages, its script, and the ways it can be called.
+    """A library that does the same as we do, by subject, and its pinned packages.
 
     ``dependencies``: whether pip may add what the pins need; False where the pins are all there is.
     """
 
     name: str
-    script: str
-    cases: tuple[str, ...]
+    work: Mapping[str, Work]
     pins: tuple[str, ...]
     dependencies: bool = True
 
 
+TRANSFORMERS = ("torch==2.13.0", "transformers==5.24.0", "safetensors==0.8.0", "numpy==2.4.6")
+
 PEERS = {
     "torch": Peer(
         name="torch",
-        script="torch_func.py",
-        cases=("torch.func whole", "torch.func chunks of 4"),
+        work={"kernel": Work("torch_func.py", ("torch.func whole", "torch.func chunks of 4"))},
         pins=("torch==2.13.0", "numpy==2.4.6"),
     ),
     "nt": Peer(  # its declared dependencies include TensorFlow, which the empirical kernel does not use
         name="nt",
-        script="tangents.py",
-        cases=("neural-tangents JACOBIAN_CONTRACTION", "neural-tangents NTK_VECTOR_PRODUCTS"),
+        work={
+            "kernel": Work(
+                "tangents.py", ("neural-tangents JACOBIAN_CONTRACTION", "neural-tangents NTK_VECTOR_PRODUCTS")
+            )
+        },
         pins=(
             "neural-tangents==0.6.5",
             "jax==0.4.23",
@@ -57,7 +68,42 @@ PEERS = {
         ),
         dependencies=False,
     ),
+    "hf": Peer(
+        name="hf",
+        work={"rollout": Work("hf_generate.py", ("transformers generate",))},
+        pins=TRANSFORMERS,
+    ),
+    "trl": Peer(
+        name="trl",
+        work={"step": Work("trl_step.py", ("TRL GRPOTrainer",))},
+        pins=(*TRANSFORMERS, "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
+    ),
+    "tunix": Peer(
+        name="tunix",
+        work={
+            "rollout": Work("tunix_sampler.py", ("Tunix Sampler",)),
+            "step": Work("tunix_learner.py", ("Tunix GRPOLearner",)),
+        },
+        pins=(
+            "google-tunix==0.1.7",
+            "qwix==0.1.8",
+            "jax==0.10.2",
+            "jaxlib==0.10.2",
+            "flax==0.12.8",
+            "optax==0.2.8",
+            "orbax-checkpoint==0.12.8",
+            "transformers==5.12.1",
+            "safetensors==0.7.0",
+            "numpy==2.4.6",
+        ),
+    ),
 }
+
+
+def peers_of(subject: str) -> tuple[str, ...]:
+    """Names of the peers that can do ``subject``."""
+    return tuple(name for name, peer in PEERS.items() if subject in peer.work)
+
 
 # What pays for every pair of rows, and the work (pairs x parameters) beyond which it is left out: 16 x 16 rows at S.
 # It was 4.6 times the gradient pass there, and grows with the number of pairs.
@@ -103,5 +149,5 @@ def _command(words: list[str], peer: Peer) -> None:
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-8:])
         raise JaxrlError(
-            f"the environment of peer {peer.name} cannot be made ({' '.join(peer.pins)}):\n{said}\n{WITHOUT}"
+            f"the environment of peer {peer.name} cannot be made ({' '.join(peer.pins)}):\n{said}\n--peer none runs without peers"
         )

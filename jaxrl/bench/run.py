@@ -5,25 +5,38 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxrl.bench import SUBJECTS
+from jaxrl.bench.arguments import CASES, PEERS
+from jaxrl.bench.cases import threads
 from jaxrl.bench.kernel import kernel
-from jaxrl.bench.sampling import sampling
-from jaxrl.bench.sizes import KERNEL_SIZES, SIZES, KernelSize, Sizes
+from jaxrl.bench.report import Report
+from jaxrl.bench.rollout import rollout
+from jaxrl.bench.sizes import KERNEL_SIZES, KernelSize
 from jaxrl.bench.step import step
+from jaxrl.bench.workloads import SCALES, Scale
 from jaxrl.errors import DoesNotHold, UsageError, nearest
 from jaxrl.influence.kernels import METHODS
 
-OPTIONS = ("sizes", "rows", "methods", "peer", "response")  # of the kernel alone
+# Options that are not for every subject.
+OPTIONS = {
+    "sizes": ("kernel",),
+    "rows": ("kernel",),
+    "methods": ("kernel",),
+    "response": ("kernel",),
+    "cases": ("rollout", "step"),
+    "quick": ("rollout", "step"),
+}
 
 
 def run(
-    arguments: argparse.Namespace, sizes: Sizes = SIZES, kernel_sizes: Mapping[str, KernelSize] = KERNEL_SIZES
+    arguments: argparse.Namespace,
+    kernel_sizes: Mapping[str, KernelSize] = KERNEL_SIZES,
+    scales: Mapping[str, Scale] = SCALES,
 ) -> dict[str, Any]:
     """Tables by title, with what they were measured on.
 
@@ -40,42 +53,57 @@ def run(
         "load before": os.getloadavg()[0],
         "jax": importlib.metadata.version("jax"),
     }
+    if chosen != ("kernel",):
+        result["threads of rollout and step"] = threads()
     failed: list[str] = []
     for name in chosen:
-        if name == "kernel":
-            failed += _kernel(arguments, kernel_sizes, result)
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        result[name] = {"sampling": sampling, "step": step}[name](sizes, arguments.repeats)
+        report = _kernel(arguments, kernel_sizes) if name == "kernel" else _given(name, arguments, scales)
+        result |= report.versions
+        result[f"models of {name}"] = report.sizes
+        result |= report.tables
+        failed += report.failed
     if failed:
         raise DoesNotHold("\n".join(failed), result)
     return result
 
 
-def _kernel(a: argparse.Namespace, sizes: Mapping[str, KernelSize], result: dict[str, Any]) -> list[str]:
-    """Adds the kernel's tables to ``result``; returns what failed."""
-    quick = a.subject == "all"
-    report = kernel(
-        a.sizes or (("XS",) if quick else ("S", "M")),
+def _kernel(a: argparse.Namespace, sizes: Mapping[str, KernelSize]) -> Report:
+    return kernel(
+        a.sizes or (("XS",) if a.subject == "all" else ("S", "M")),
         rows=a.rows or (),
         methods=a.methods or ("reference", "streamed"),
-        peers=a.peer if a.peer is not None else () if quick else ("torch", "nt"),
+        peers=_peers("kernel", a),
         repeats=a.repeats,
         response=a.response or "all",
         sizes=sizes,
     )
-    result |= report.versions
-    result["sizes"] = report.sizes
-    result |= report.tables
-    return report.failed
+
+
+def _given(name: str, a: argparse.Namespace, scales: Mapping[str, Scale]) -> Report:
+    """``rollout`` or ``step``."""
+    scale = scales["quick" if a.quick or a.subject == "all" else "full"]
+    cases = [case for case in CASES[name] if a.cases is None or case in a.cases]
+    subject = {"rollout": rollout, "step": step}[name]
+    return subject(cases, peers=_peers(name, a), repeats=a.repeats, scale=scale)
+
+
+def _peers(subject: str, a: argparse.Namespace) -> tuple[str, ...]:
+    """Those asked for that can do the subject; by default all of them, and none under ``all``."""
+    if a.peer is None:
+        return () if a.subject == "all" else PEERS[subject]
+    return tuple(name for name in PEERS[subject] if name in a.peer)
 
 
 def _check(a: argparse.Namespace, chosen: tuple[str, ...]) -> None:
-    if "kernel" not in chosen:
-        given = [f"--{name}" for name in OPTIONS if getattr(a, name) is not None]
-        if given:
-            raise UsageError(f"{', '.join(given)}: belongs to the subject kernel, not to {a.subject}")
-    known = [name for name in METHODS if name != "auto"]  # auto is one of the others
-    for name in a.methods or ():
+    for name, subjects in OPTIONS.items():
+        if getattr(a, name) is not None and not set(subjects) & set(chosen):
+            raise UsageError(f"--{name}: belongs to the subject {' or '.join(subjects)}, not to {a.subject}")
+    _check_names("--cases", a.cases, [case for name in chosen for case in CASES.get(name, ())])
+    _check_names("--peer", a.peer, [peer for name in chosen for peer in PEERS[name]])
+    _check_names("--methods", a.methods, [name for name in METHODS if name != "auto"])  # auto is one of the others
+
+
+def _check_names(option: str, given: tuple[str, ...] | None, known: list[str]) -> None:
+    for name in given or ():
         if name not in known:
-            raise UsageError(f"--methods: {nearest(name, known)}, got {name!r}")
+            raise UsageError(f"{option}: {nearest(name, known)}, got {name!r}")

@@ -1,48 +1,54 @@
-"""One optimiser step in micro-batches, against the same step on the whole batch at once."""
+"""One GRPO step by our update and by other libraries: the same weights, rows and old log-probabilities, one thread each."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxrl import keys
-from jaxrl.bench.sizes import Sizes
-from jaxrl.bench.timing import Row, against, interleaved
-from jaxrl.models.decoder import Decoder
-from jaxrl.models.logps import token_logps
-from jaxrl.rl.losses import Clip
-from jaxrl.rl.optimiser import Optimiser, make_optimiser
-from jaxrl.rl.update import update
-from jaxrl.types import Batch, Term, TrainState
+from jaxrl.bench.cases import one_thread, own_cases, peer_cases
+from jaxrl.bench.compare import Agreement, compare
+from jaxrl.bench.own_step import MICRO, OURS
+from jaxrl.bench.report import Report, shape
+from jaxrl.bench.table import speeds
+from jaxrl.bench.workloads import Scale, write_given
 
-WHOLE = "whole batch"
-
-_update = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"))  # not donated: each call starts alike
+STEPS = 3  # whose losses are compared; all but the first depend on the steps before
+SETTINGS = {"lr": 1e-4, "clip": 1.0, "epsilon": 0.2}
 
 
-def step(sizes: Sizes, repeats: int) -> list[Row]:
-    """AdamW on the clipped loss. ``ratio``: CPU-seconds over those of the whole batch."""
-    model, size = sizes.model(), sizes.microbatch
-    tx = make_optimiser(Optimiser(lr=1e-3), total=1)
-    state = TrainState(jnp.int32(0), model, tx.init(model), keys.root(0))
-    run = partial(_update, state, (_term(sizes, model),), None, tx=tx, temperature=1.0)
-    cases: dict[str, Any] = {WHOLE: run, f"micro-batches of {size} rows": partial(run, microbatch=size)}
-    return against(interleaved(cases, repeats=repeats, target=sizes.target), WHOLE, "ratio")
+def _relative(values: np.ndarray, truth: np.ndarray) -> float:
+    return float(np.abs(values / truth - 1).max())
 
 
-def _term(sizes: Sizes, model: Decoder) -> Term:
-    """Random rows with advantages of both signs, on-policy, averaged over tokens."""
-    rows = sizes.rows(sizes.step_rows, 4)
-    mask = rows.mask().astype(jnp.float32)
-    signs = np.random.default_rng(5).choice([-1.0, 1.0], (sizes.step_rows, 1))
-    batch = Batch(
-        rows=rows,
-        advantage=jnp.broadcast_to(jnp.asarray(signs, jnp.float32), mask.shape),
-        old_logps=jax.jit(token_logps)(model, rows),
-        weight=mask / jnp.sum(mask),
-    )
-    return Term(batch, Clip())
+LOSSES = Agreement("another loss", "of itself", 1e-3, _relative)
+
+
+def step(names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Scale) -> Report:
+    """CPU-seconds of one optimiser step on the named batches. A peer's environment is made when it is missing.
+
+    Everybody takes the same steps: one forward and one backward pass over all rows, the clipped loss averaged over
+    the tokens of a response and then over responses, gradients clipped by their norm, AdamW. Raises ``JaxrlError``
+    when an environment cannot be made, or when our own step cannot be timed; any other case that fails, or whose
+    losses of the first ``STEPS`` steps are others, is left out and reported.
+    """
+    model, report = scale.model.model(), Report()
+    report.sizes.append(shape("Qwen2", model))
+    others = peer_cases("step", peers)
+    for name in names:
+        given, title = scale.step[name], f"step {name}"
+        arrays = given.arrays(model)
+        tokens = int((arrays["length"] - arrays["start"]).sum())
+        print(f"{title} ...", file=sys.stderr, flush=True)
+        cases = one_thread([*own_cases("jaxrl.bench.own_step", (OURS, MICRO)), *others])
+        config = {**SETTINGS, "n": given.n, "pad": scale.model.vocab - 1, "checked": STEPS}
+        with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
+            file = write_given(Path(folder), model, arrays, **config)
+            found = compare(
+                cases, file, (1, STEPS), repeats=repeats, agreement=LOSSES, made=tokens, target=scale.target
+            )
+        report.add(title, speeds(found, tokens, OURS), found)
+    return report

@@ -1,4 +1,4 @@
-"""Timings of one kernel benchmark as rows of a table."""
+"""Timings of one benchmark as rows of a table."""
 
 from __future__ import annotations
 
@@ -36,6 +36,24 @@ def table(found: Sequence[Measured], baseline: str, naive: str) -> list[Row]:
         row["differs by"] = measured.differs
         rows.append(row)
     return rows
+
+
+def speeds(found: Sequence[Measured], tokens: int, base: str) -> list[Row]:
+    """One row a case that was timed: CPU-seconds, tokens a CPU-second, and CPU-seconds over those of ``base``.
+
+    ``differs by``: how far what was checked is from the first of our own, in the agreement's unit.
+    """
+    timed = {measured.case.name: measured for measured in found if measured.failure is None}
+    return [
+        {
+            "case": name,
+            "CPU-seconds": middle(np.array(measured.seconds)),
+            "tokens/CPU-second": tokens / float(np.median(measured.seconds)),
+            f"over {base}": _ratio(measured, timed[base]),
+            "differs by": measured.differs,
+        }
+        for name, measured in timed.items()
+    ]
 
 
 def _ratio(measured: Measured, base: Measured) -> dict[str, float]:

@@ -37,6 +37,7 @@ class Worker:
     ) -> None:
         self.name, self.messages, self.patience = name, messages, PATIENCE
         self.peak_rss_bytes: int | None = None
+        self.made: int | None = None  # by the last call
         self._rest = b""
         with messages.open("wb") as file:
             self._process = subprocess.Popen(
@@ -53,13 +54,14 @@ class Worker:
         self.close()
 
     def first(self, shape: tuple[int, int]) -> dict[str, Any]:
-        """The answer after the first call; ``kernel`` as an array of ``shape``, or None. Raises ``WorkerFailed``."""
-        answer = self._checked(self._answer(), ("kernel", "temp_bytes", "versions"), 1, math.inf)
-        if answer["kernel"] is not None:
-            kernel = np.asarray(answer["kernel"], np.float64)
-            if kernel.shape != shape or not np.isfinite(kernel).all():
-                raise self._failure(f"expected a kernel of finite numbers, {shape}, got shape {kernel.shape}: {kernel}")
-            answer["kernel"] = kernel
+        """The answer after the first call; ``values`` as an array of ``shape``, or None. Raises ``WorkerFailed``."""
+        answer = self._checked(self._answer(), ("values", "temp_bytes", "versions", "made"), 1, math.inf)
+        self.made = answer["made"]
+        if answer["values"] is not None:
+            values = np.asarray(answer["values"], np.float64)
+            if values.shape != shape or not np.isfinite(values).all():
+                raise self._failure(f"expected finite numbers, {shape}, got shape {values.shape}: {values}")
+            answer["values"] = values
         return answer
 
     def seconds(self, calls: int) -> float:
@@ -70,8 +72,8 @@ class Worker:
         except BrokenPipeError:
             raise self._failure("died between two timings") from None
         answer = self._answer()
-        self._checked(answer, ("peak_rss_bytes",), calls, time.monotonic() - began)
-        self.peak_rss_bytes = int(answer["peak_rss_bytes"])
+        self._checked(answer, ("peak_rss_bytes", "made"), calls, time.monotonic() - began)
+        self.peak_rss_bytes, self.made = int(answer["peak_rss_bytes"]), answer["made"]
         return float(answer["cpu_seconds"])
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """How a benchmark's worker is driven: one JSON object a line on its output, one number a line on its input.
 
-    worker   -> {"kernel": [[...]] | null, "temp_bytes": int | null, "versions": {...}, "cpu_seconds": s}
+    worker   -> {"values": [[...]] | null, "temp_bytes": int | null, "versions": {...}, "cpu_seconds": s, "made": int | null}
     command  -> how many calls to time
-    worker   -> {"cpu_seconds": of one call, "peak_rss_bytes": since the process began}
+    worker   -> {"cpu_seconds": of one call, "peak_rss_bytes": since the process began, "made": int | null}
 
-The first line follows one call, compilation included, and gives what it computed. CPU-seconds are
-those of all threads of the worker. It ends when its input does. Only the standard library and numpy
+The first line follows one call, compilation included, and gives what everybody should compute alike:
+the result of that call, or of a check beside it where calls make something else (``made`` says how
+much of it). CPU-seconds are those of all threads of the worker. It ends when its input does. Only the standard library and numpy
 are used, so that any Python from 3.9 on runs this.
 """
 
@@ -36,17 +37,24 @@ def read_job():
     return {**world, "config": json.loads(str(world["config"]))}, job["case"]
 
 
-def serve(call, versions, temp_bytes=None):
-    """Answer until the input ends. ``call()`` computes once, to the end, and returns ``[N, M]`` or None."""
+def serve(call, versions, temp_bytes=None, check=None):
+    """Answer until the input ends. ``call()`` computes once, to the end.
+
+    It returns ``[N, M]`` to be compared, or None. With ``check`` it returns how much it made instead, and
+    ``check()``, called once and first, returns what is compared.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints belongs to the messages
-    seconds, values = _timed(call, 1)
-    kernel = None if values is None else np.asarray(values, np.float64).tolist()
-    first = {"kernel": kernel, "temp_bytes": temp_bytes, "versions": versions, "cpu_seconds": seconds}
+    checked = None if check is None else _tried(check)
+    seconds, result = _timed(call, 1)
+    made, values = (None, result) if check is None else (result, checked)
+    values = None if values is None else np.asarray(values, np.float64).tolist()
+    first = {"values": values, "temp_bytes": temp_bytes, "versions": versions, "cpu_seconds": seconds, "made": made}
     _say(answers, first)
     for line in sys.stdin:
-        seconds, _ = _timed(call, int(line))
-        _say(answers, {"cpu_seconds": seconds, "peak_rss_bytes": peak_rss_bytes()})
+        seconds, result = _timed(call, int(line))
+        made = None if check is None else result
+        _say(answers, {"cpu_seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), "made": made})
 
 
 def peak_rss_bytes():
@@ -64,14 +72,18 @@ def peak_rss_bytes():
 def _timed(call, calls):
     values = None
     began = time.process_time()
+    for _ in range(calls):
+        values = None  # the last call's result is not held through the next
+        values = _tried(call)
+    return max(time.process_time() - began, 1e-9) / calls, values
+
+
+def _tried(call):
     try:
-        for _ in range(calls):
-            values = None  # the last call's result is not held through the next
-            values = call()
+        return call()
     except Exception as error:
         traceback.print_exc()
         sys.exit(f"{type(error).__name__}: {error}")  # the last thing said is what went wrong
-    return max(time.process_time() - began, 1e-9) / calls, values
 
 
 def _say(answers, message):
