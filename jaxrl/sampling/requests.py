@@ -2,7 +2,7 @@
 
 An engine holds one version of the policy at a time, streams samples in whatever order they finish, and can
 give its memory back between steps. Our own (``jaxrl.sampling.engine``) and a server behind HTTP
-(``jaxrl.sampling.remote``) are used through the same five names.
+(``jaxrl.sampling.remote``) are used through the same names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CAPS = (
     "per_request_seed",  # a sample's randomness is its own: f(key, uid, index, position)
     "shared_prefix",  # n samples of a prompt pay for one prefill
     "in_process",  # parameters are taken as arrays, without a file between
+    "sleep",  # `sleep` gives memory back
 )
 
 
@@ -77,6 +78,10 @@ class Engine(Protocol):
     """Something that samples from a policy. ``caps`` is a subset of ``CAPS``."""
 
     caps: frozenset[str]
+
+    def reserve(self, *, prompts: int, width: int, max_new: int) -> None:
+        """Expect streams of up to so many prompts, of ``width`` tokens, with ``max_new`` more; a hint."""
+        ...
 
     def load(self, params: Any, version: int) -> None:
         """Take over the parameters (a ``Decoder``); whatever was cached under older ones is void."""
