@@ -434,7 +434,7 @@ def test_tpu_kernels_compile_for_a_tpu_that_is_not_there():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def compiled(f, *args):
-        with jax.set_mesh(jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)):
+        with jax.set_mesh(mesh):
             return jax.jit(f).lower(*args).compile().as_text()
 
     rows = array(4, 200, 4, 64), array(4, 200, 2, 64), array(4, 200, 2, 64), array(4, 200, dtype=jnp.int32)
