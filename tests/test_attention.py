@@ -12,7 +12,7 @@ from tolerances import SAME
 
 from jaxrl.influence.gradients import one_gradient, predicted_change, scores
 from jaxrl.influence.kernels import gradient_kernel
-from jaxrl.mesh import make_mesh
+from jaxrl.mesh import make_mesh, to_mesh
 from jaxrl.models import attention, decoder
 from jaxrl.models.attention import choose_decode, choose_rows, decode_attention, merge, prefix_attention, row_attention
 from jaxrl.models.decoder import abstract_model, hidden, with_config
@@ -312,26 +312,21 @@ class Nvidia:
     ],
 )
 def test_auto_takes_the_fused_kernel_of_the_platform_for_the_dtypes_it_takes(monkeypatch, backend, dtype, rows, decode):
-    device = type("Device", (), {"client": Nvidia})
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert choose_rows("auto", dtype, 64).name == rows
-    assert choose_decode("auto", dtype, 1024).name == decode
-    assert choose_rows("auto", dtype, 64).reason
-    assert choose_rows("xla", dtype, 64) == choose_decode("xla", dtype, 1024) == ("xla", "asked for")
+    monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"client": Nvidia})])
+    assert choose_rows("auto", dtype, 64, backend).name == rows
+    assert choose_decode("auto", dtype, 1024, backend).name == decode
+    assert choose_rows("auto", dtype, 64, backend).reason
+    for name in ("xla", "cudnn"):
+        assert choose_rows(name, dtype, 64, backend) == choose_decode(name, dtype, 1024, backend) == (name, "asked for")
 
 
 def test_auto_falls_back_where_a_kernel_has_no_shape_for_it(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert "several devices" in choose_rows("auto", "bfloat16", 64).reason  # eight, and no mesh in context
-    with jax.set_mesh(make_mesh()):
-        assert choose_rows("auto", "bfloat16", 64).name == "splash"
-        assert choose_decode("auto", "bfloat16", 1024).name == choose_decode("auto", "bfloat16", 100).name == "pallas"
-        assert "multiple of 128" in choose_decode("auto", "bfloat16", 1000).reason
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"client": Nvidia})])
-    assert "head_dim" in choose_rows("auto", "bfloat16", 100).reason
+    assert "head_dim" in choose_rows("auto", "bfloat16", 100, "gpu").reason
+    monkeypatch.setattr(Nvidia, "platform_version", "rocm 7")
+    assert "NVIDIA" in choose_rows("auto", "bfloat16", 64, "gpu").reason
+    assert choose_decode("auto", "bfloat16", 100, "tpu").name == "pallas"
+    assert "multiple of 128" in choose_decode("auto", "bfloat16", 1000, "tpu").reason
 
 
 def test_names_and_arguments_that_cannot_be_are_refused():
@@ -370,8 +365,8 @@ def test_kernels_run_on_each_devices_part_of_a_mesh(groups, interpreted):
     q, k, v = cached(4, groups, rows=4)
     length = jnp.asarray(LENGTH[:4])
     expected = decode(q, k, v, length, implementation="xla")
-    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
-        found = decode(q, k, v, length, implementation="pallas")
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    found = decode(*to_mesh(mesh, (q, k, v, length)), implementation="pallas")
     assert_parts_equal(found, expected)
     assert found[0].sharding.spec[0] == ("data", "fsdp")
     assert len(found[0].sharding.device_set) == 8
@@ -434,16 +429,15 @@ def test_tpu_kernels_compile_for_a_tpu_that_is_not_there():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def compiled(f, *args):
-        with jax.set_mesh(mesh):
-            return jax.jit(f).lower(*args).compile().as_text()
+        return jax.jit(f).lower(*args).compile().as_text()
 
     rows = array(4, 200, 4, 64), array(4, 200, 2, 64), array(4, 200, 2, 64), array(4, 200, dtype=jnp.int32)
 
     def loss(q, k, v, segments):
-        out = row_attention(q, k, v, segments=segments, window=100, implementation="splash")
+        out = row_attention(q, k, v, segments=segments, window=100)  # auto: the arrays say where they are
         return jnp.sum(out.astype(jnp.float32))
 
     text = compiled(jax.grad(loss, (0, 1, 2)), *rows)
     assert text.count("tpu_custom_call") >= 3  # forward, and backward for the queries and for keys and values
     one = array(8, 4, 64), array(8, 2, 64, 640), array(8, 2, 640, 64), array(8, dtype=jnp.int32)
-    assert "tpu_custom_call" in compiled(lambda *args: decode_attention(*args, implementation="pallas"), *one)
+    assert "tpu_custom_call" in compiled(decode_attention, *one)

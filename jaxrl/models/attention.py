@@ -41,41 +41,45 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_rows(implementation: str, dtype: Any, head_dim: int) -> Choice:
-    """How whole rows attend: ``implementation``, or for ``auto`` what suits the default backend, dtype and head_dim.
+def choose_rows(implementation: str, dtype: Any, head_dim: int, platform: str) -> Choice:
+    """How whole rows attend: ``implementation``, or for ``auto`` what suits the platform, dtype and head_dim.
 
     Raises ``ValueError`` for a name that is none.
     """
     if implementation != "auto":
         return _named(implementation, ROWS)
-    backend, dtype = jax.default_backend(), jnp.dtype(dtype)
-    if backend == "gpu":
-        if "cuda" not in jax.devices()[0].client.platform_version:
-            return Choice("xla", "cuDNN is for NVIDIA GPUs")
-        if dtype not in (jnp.bfloat16, jnp.float16):
-            return Choice("xla", f"cuDNN takes bfloat16 and float16, not {dtype.name}")
-        if head_dim % 8 or head_dim > 128:
-            return Choice("xla", f"cuDNN takes head_dim up to 128 in steps of 8, not {head_dim}")
-        return Choice("cudnn", "an NVIDIA GPU in half precision")
-    if backend == "tpu":
+    dtype = jnp.dtype(dtype)
+    if platform == "tpu":
         return _tpu("splash", dtype)
-    return Choice("xla", f"no fused kernel for the platform {backend!r}")
+    if platform != "gpu":
+        return Choice("xla", f"no fused kernel for the platform {platform!r}")
+    if "cuda" not in jax.devices()[0].client.platform_version:
+        return Choice("xla", "cuDNN is for NVIDIA GPUs")
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return Choice("xla", f"cuDNN takes bfloat16 and float16, not {dtype.name}")
+    if head_dim % 8 or head_dim > 128:
+        return Choice("xla", f"cuDNN takes head_dim up to 128 in steps of 8, not {head_dim}")
+    return Choice("cudnn", "an NVIDIA GPU in half precision")
 
 
-def choose_decode(implementation: str, dtype: Any, slots: int) -> Choice:
+def choose_decode(implementation: str, dtype: Any, slots: int, platform: str) -> Choice:
     """How one token a row attends to ``slots`` cached ones, as ``choose_rows``."""
     if implementation != "auto":
         return _named(implementation, DECODE)
-    backend = jax.default_backend()
-    if backend == "gpu":
+    if platform == "gpu":
         return Choice("xla", "cuDNN wants head_dim last in the keys too: a copy of the cache at every step")
-    if backend != "tpu":
-        return Choice("xla", f"no fused kernel for the platform {backend!r}")
+    if platform != "tpu":
+        return Choice("xla", f"no fused kernel for the platform {platform!r}")
     from jaxrl.models.ragged import tile_of
 
     if tile_of(slots) is None:
         return Choice("xla", f"no tile divides a cache of {slots} slots; take a multiple of 128")
     return _tpu("pallas", jnp.dtype(dtype))
+
+
+def platform_of(x: Array) -> str:
+    """Where ``x`` is computed on: the mesh in its type says it, also ahead of time; else the default backend."""
+    return getattr(getattr(_mesh_of(x), "abstract_device", None), "platform", None) or jax.default_backend()
 
 
 def _named(name: str, known: Sequence[str]) -> Choice:
@@ -87,9 +91,11 @@ def _named(name: str, known: Sequence[str]) -> Choice:
 def _tpu(name: str, dtype: Any) -> Choice:
     if dtype == jnp.float64:
         return Choice("xla", "TPU kernels compute in float32, not float64")
-    if jax.device_count() > 1 and tuple(jax.sharding.get_abstract_mesh().axis_names) != AXES:
-        return Choice("xla", "several devices, and no mesh in context (jax.set_mesh) over which to map a TPU kernel")
     return Choice(name, "a TPU")
+
+
+def _mesh_of(x: Array) -> Any:
+    return getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
 
 
 def row_attention(
@@ -106,7 +112,7 @@ def row_attention(
     Segments lie one after the other in a row. Only ``xla`` takes a ``window`` that is data, forward mode, float64.
     Raises ``ValueError`` for a name that is none and for what the implementation named cannot do.
     """
-    name = choose_rows(implementation, q.dtype, q.shape[3]).name
+    name = choose_rows(implementation, q.dtype, q.shape[3], platform_of(q)).name
     if name == "xla":
         return attention(q, k, v, row_mask(q.shape[0], q.shape[1], segments, window))
     if window is not None and not isinstance(window, int):
@@ -161,12 +167,12 @@ def _need_half(dtype: Any) -> None:
 
 
 def _on_mesh(run: Callable[..., Any], axes: Sequence[Any], out_axes: Sequence[Any], *arrays: Array) -> Any:
-    """``run`` on every device's part of the arrays, where a mesh is in context: the partitioner cannot split a kernel.
+    """``run`` on every device's part of arrays that lie on a mesh: the partitioner cannot split a kernel.
 
     ``out_axes`` are the logical axes of the results: those of ``arrays[0]`` decide how each is split.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if tuple(mesh.axis_names) != AXES or mesh.size == 1 or mesh.are_all_axes_manual:
+    mesh = _mesh_of(arrays[0])
+    if mesh is None or tuple(mesh.axis_names) != AXES or mesh.size == 1 or mesh.are_all_axes_manual:
         return run(*arrays)
     shapes = [x.shape for x in arrays]
     split = partition(mesh, axes[1], shapes[1])  # query heads are split only where key-value heads can be
@@ -176,7 +182,7 @@ def _on_mesh(run: Callable[..., Any], axes: Sequence[Any], out_axes: Sequence[An
     place = dict(zip(kept[0], specs[0], strict=True))
     results = tuple(jax.sharding.PartitionSpec(*(place.get(a) for a in names)) for names in out_axes)
     out_specs = results[0] if len(results) == 1 else results
-    return jax.shard_map(run, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*arrays)
+    return jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*arrays)
 
 
 def decode_attention(
@@ -196,7 +202,7 @@ def decode_attention(
 
     Raises ``ValueError`` for a name that is none and for what the implementation named cannot do.
     """
-    name = choose_decode(implementation, q.dtype, v.shape[2]).name
+    name = choose_decode(implementation, q.dtype, v.shape[2], platform_of(q)).name
     if name == "xla":
         out, lse = prefix_attention(q[:, None], k, v, length, first=None if first is None else first[:, None])
         return out[:, 0], lse[:, 0]

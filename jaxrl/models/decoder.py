@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
-from jaxrl.models.attention import choose_rows, row_mask
+from jaxrl.models.attention import choose_rows, platform_of, row_mask
 from jaxrl.models.attention import row_attention as attend_rows
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import (
@@ -108,7 +108,8 @@ def with_config(model: Decoder, **changes: Any) -> Decoder:
 def with_plain_attention(model: Decoder) -> Decoder:
     """The same arrays, attending in the way that forward mode and second derivatives take too."""
     config = model.config
-    fused = choose_rows(config.attention, config.dtype, config.head_dim).name != "xla"
+    platform = platform_of(model.embed[...])
+    fused = choose_rows(config.attention, config.dtype, config.head_dim, platform).name != "xla"
     return with_config(model, attention="xla") if fused else model
 
 
@@ -134,7 +135,7 @@ def hidden(
     if positions is None:
         positions = row_positions(tokens.shape)
     x, config = embed_tokens(model, tokens), model.config
-    name = choose_rows(config.attention, config.dtype, config.head_dim).name
+    name = choose_rows(config.attention, config.dtype, config.head_dim, platform_of(x)).name
     if name == "xla":
         attend = row_attention(tokens.shape, segments)
         x, _ = _run_layers(model, x, positions, lambda extra, window: attend(window), None)
