@@ -95,6 +95,8 @@ def test_wrong_arguments_are_usage_errors(line, message, capsys):
         ("step --sizes S --rows 4", "--sizes: belongs to the subject kernel, not to step"),
         ("kernel --quick", "--quick: belongs to the subject rollout or step, not to kernel"),
         ("step --peer hf", "--peer: expected one of: trl, tunix"),
+        ("all --accelerator", "--accelerator: for rollout and step, without peers"),
+        ("rollout --accelerator --peer hf", "--accelerator: for rollout and step, without peers"),
         ("rollout --cases plain,ragged", "--cases: expected one of: plain, shared, refill"),
         ("kernel --methods colums", "--methods: did you mean 'columns'?"),
         ("kernel --methods auto", "--methods: expected one of:"),
@@ -137,17 +139,18 @@ def test_the_kernel_alone_runs_at_full_size_with_peers_and_quickly_among_the_oth
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("rollout", ("rollout", ["plain", "shared", "refill"], ("hf", "tunix"), "full")),
-        ("step --peer tunix --cases ragged", ("step", ["ragged"], ("tunix",), "full")),
-        ("rollout --quick --peer none --cases refill,plain", ("rollout", ["plain", "refill"], (), "quick")),
+        ("rollout", ("rollout", ["plain", "shared", "refill"], ("hf", "tunix"), "full", False)),
+        ("step --peer tunix --cases ragged", ("step", ["ragged"], ("tunix",), "full", False)),
+        ("rollout --quick --peer none --cases refill,plain", ("rollout", ["plain", "refill"], (), "quick", False)),
+        ("step --accelerator", ("step", ["full", "ragged"], (), "accelerator", True)),
     ],
 )
 def test_rollout_and_step_run_with_all_their_peers_unless_told_otherwise(monkeypatch, line, expected):
     seen = []
 
     def subject(name):
-        def called(cases, *, peers, repeats, scale):
-            seen.append((name, cases, peers, next(key for key, value in SCALES.items() if value is scale)))
+        def called(cases, *, peers, repeats, scale, accelerator):
+            seen.append((name, cases, peers, next(key for key, value in SCALES.items() if value is scale), accelerator))
             return Report(tables={f"{name} a": [{"case": "a"}]})
 
         return called
@@ -157,7 +160,10 @@ def test_rollout_and_step_run_with_all_their_peers_unless_told_otherwise(monkeyp
     result = run(parse(line))
     assert seen == [expected]
     assert result[f"{expected[0]} a"] == [{"case": "a"}]
-    assert "--xla_cpu_multi_thread_eigen=false" in result["threads of rollout and step"]
+    one_thread = "--xla_cpu_multi_thread_eigen=false" in result.get("threads of rollout and step", "")
+    accelerator = expected[-1]
+    assert one_thread is not accelerator
+    assert ("CPU-seconds" in result["unit"]) is not accelerator
 
 
 def test_everything_together_is_quick_and_without_peers(monkeypatch):
@@ -165,7 +171,7 @@ def test_everything_together_is_quick_and_without_peers(monkeypatch):
     monkeypatch.setattr("jaxrl.bench.run.kernel", lambda names, **_: Report())
     for name in ("rollout", "step"):
         monkeypatch.setattr(
-            f"jaxrl.bench.run.{name}", lambda cases, *, peers, repeats, scale: seen.append((peers, scale)) or Report()
+            f"jaxrl.bench.run.{name}", lambda cases, *, peers, scale, **_: seen.append((peers, scale)) or Report()
         )
     run(parse("all"))
     assert seen == [((), SCALES["quick"])] * 2
@@ -236,6 +242,16 @@ def test_speeds_are_tokens_a_cpu_second_and_seconds_over_our_own():
     assert rows["fast peer"]["differs by"] == 2e-6
 
 
+def test_the_bound_is_known_where_the_device_is():
+    timed = measured("a", [1.0, 2.0, 4.0])
+    for kind, expected in (("NVIDIA H200", {"value": 0.25, "low": 0.125, "high": 0.5}), ("cpu", None)):
+        timed.versions = {"device": kind}
+        (row,) = speeds([timed], 100, "a", lambda device: device.bandwidth / 4.8e12 / 2)
+        assert row["of the bound"] == expected
+        assert row["tokens/second"] == 50
+        assert "seconds" in row
+
+
 def test_memory_is_in_megabytes_and_over_the_pass_and_the_reference():
     rows = {row["case"]: row for row in table(FOUND, PASS, REFERENCE)}
     streamed = rows["streamed"]
@@ -264,7 +280,7 @@ name, how = job["case"], job["case"].split()[-1]
 log = open(os.path.join(os.path.dirname(job["world"]), "order"), "a")
 kernel = [[1.0, 2.0], [3.0, 4.0 + {"rounding": 1e-6, "wrong": 0.1, "nan": float("nan")}.get(how, 0)]]
 made = {"idler": 4, "tiring": 5, "counting": 5}.get(how)
-first = {"values": kernel, "temp_bytes": 7, "versions": {"stub": "1"}, "cpu_seconds": {"dear": 1000.0}.get(how, 1e-3), "made": made}
+first = {"values": kernel, "temp_bytes": 7, "versions": {"stub": "1"}, "seconds": {"dear": 1000.0}.get(how, 1e-3), "made": made}
 if how == "pass": first["values"] = None
 if how == "narrow": first["values"] = [[1.0, 2.0]]
 if how == "forgetful": del first["temp_bytes"]
@@ -276,7 +292,7 @@ for turn, line in enumerate(sys.stdin):
     if how == "dying" and turn: os._exit(9)
     seconds = {"lying": 1e9, "idle": 0.0, "nothing": None}.get(how, 1e-3)
     if how == "tiring" and turn: made = 3
-    print(json.dumps({"cpu_seconds": seconds, "peak_rss_bytes": 1000 + turn, "made": made}), flush=True)
+    print(json.dumps({"seconds": seconds, "peak_rss_bytes": 1000 + turn, "made": made}), flush=True)
 """
 
 
@@ -322,9 +338,9 @@ def test_short_calls_are_repeated_and_dear_ones_are_timed_once(compared):
         ("chatty", "expected a JSON object in one line, got b'a library says hello'"),
         ("stillborn", "died with exit code 1\nno such library"),
         ("dying", "died with exit code 9"),
-        ("lying", r"says that a call took 1000000000.0 CPU-seconds"),
-        ("idle", r"says that a call took 0.0 CPU-seconds"),
-        ("nothing", r"says that a call took None CPU-seconds"),
+        ("lying", r"says that a call took 1000000000.0 seconds"),
+        ("idle", r"says that a call took 0.0 seconds"),
+        ("nothing", r"says that a call took None seconds"),
     ],
 )
 def test_a_case_that_fails_is_left_out_and_the_others_go_on(compared, how, message):

@@ -15,8 +15,9 @@ from jaxrl.bench.environments import PEERS, peers_of
 from jaxrl.bench.peers.batches import static_batches, useful
 from jaxrl.bench.peers.given import checked, counted, split
 from jaxrl.bench.rollout import LOGITS, OWN, rollout
+from jaxrl.bench.roofline import decode_seconds, multiplied, peak, rollout_seconds, step_seconds
 from jaxrl.bench.step import LOSSES, SETTINGS, step
-from jaxrl.bench.workloads import FULL, QUICK, GivenBatch, Qwen2, Scale, Workload, write_given
+from jaxrl.bench.workloads import ACCELERATOR, FULL, QUICK, GivenBatch, Qwen2, Scale, Workload, write_given
 from jaxrl.models.decoder import hidden, logits
 from jaxrl.models.hf import load_model
 from jaxrl.types import Rows
@@ -118,6 +119,56 @@ def test_the_model_arrives_as_it_was(model, tmp_path):
         assert (np.asarray(was) == np.asarray(is_)).all()
 
 
+def test_inexact_old_log_probabilities_need_no_model(model):
+    given, exact = (TINY.step["ragged"].arrays(model, exact=e) for e in (False, True))
+    assert all((given[name] == exact[name]).all() for name in given if name != "old_logps")
+    assert 0 < np.abs(given["old_logps"] - exact["old_logps"]).max() < 0.5
+
+
+# ---------------------------------------------------------------- the least time
+
+
+def test_the_decode_bound_is_that_of_the_published_table():
+    config, h200 = ACCELERATOR.model.config(), peak("NVIDIA H200")
+    assert multiplied(config) == pytest.approx(1.543e9, rel=1e-3)
+    for rows, context, thousands in ((64, 512, 76), (64, 2048, 45), (256, 1024, 116)):
+        one = Workload(prompts=rows, width=context - 1, n=1, new=1, slots=rows)
+        assert rows / decode_seconds(config, one, h200) / 1e3 == pytest.approx(thousands, rel=0.01)
+
+
+def test_a_shared_prompt_is_read_once_a_step_and_slots_bound_the_steps():
+    config, h200 = ACCELERATOR.model.config(), peak("NVIDIA H200")
+    shared, alone = (Workload(prompts=p, width=512, n=64 // p, new=64) for p in (1, 64))
+    weights, token = 2 * multiplied(config), 28_672
+    assert decode_seconds(config, shared, h200) * 4.8e12 == pytest.approx(
+        64 * (weights + 512 * token) + 64 * 65 / 2 * 64 * token
+    )
+    assert decode_seconds(config, alone, h200) - decode_seconds(config, shared, h200) == pytest.approx(
+        63 * 64 * 512 * token / 4.8e12
+    )
+    half = Workload(prompts=1, width=512, n=64, new=64, slots=32)
+    gained = decode_seconds(config, half, h200) - decode_seconds(config, shared, h200)
+    assert gained == pytest.approx(64 * weights / 4.8e12)
+    assert rollout_seconds(config, shared, h200) - decode_seconds(config, shared, h200) == pytest.approx(
+        512 * (2 * multiplied(config) + 2 * 12 * 128 * 28 * 512) / 989e12
+    )
+
+
+def test_operations_of_a_training_step_are_those_of_the_published_table():
+    config, h200 = ACCELERATOR.model.config(), peak("NVIDIA H200")
+    for width, giga in ((1024, 9.5), (2048, 9.8), (4096, 10.3)):
+        assert step_seconds(config, np.array([width, width]), h200) * 989e12 / (2 * width) == pytest.approx(
+            giga * 1e9, rel=0.005
+        )
+
+
+def test_the_closest_name_of_a_device_counts():
+    assert peak("TPU v5 lite").bandwidth == 0.819e12
+    assert peak("TPU v5").bandwidth == peak("TPU v5p").bandwidth == 2.765e12
+    assert peak("NVIDIA H100 80GB HBM3").bandwidth == 3.35e12
+    assert peak("cpu") is None
+
+
 # ---------------------------------------------------------------- our own cases
 
 
@@ -191,10 +242,10 @@ else:
     made, values = int((world["length"] - world["start"]).sum()), np.ones((1, config["checked"]))
 if name == "another": values = values + 0.01
 if name == "short": made -= 1
-first = {"values": values.tolist(), "temp_bytes": None, "versions": {"stand-in": "1"}, "cpu_seconds": 0.001, "made": made}
+first = {"values": values.tolist(), "temp_bytes": None, "versions": {"stand-in": "1", "device": "NVIDIA H200", "clock": job["clock"]}, "seconds": 0.001, "made": made}
 print(json.dumps(first), flush=True)
 for line in sys.stdin:
-    print(json.dumps({"cpu_seconds": 0.002 if name == "slow" else 0.001, "peak_rss_bytes": 1, "made": made}), flush=True)
+    print(json.dumps({"seconds": 0.002 if name == "slow" else 0.001, "peak_rss_bytes": 1, "made": made}), flush=True)
 """
 
 
@@ -227,8 +278,16 @@ def test_peers_that_compute_something_else_are_left_out(stand_ins, subject, name
     assert len(report.failed) == 2
     assert f"{title}: another: {reason}: it differs by 0.01" in report.failed[0]
     assert "short: a call should have made" in report.failed[1]
-    assert report.versions == {"stand-in": "1"}
+    assert report.versions == {"stand-in": "1", "device": "NVIDIA H200", "clock": "cpu"}
     assert report.sizes[0]["parameters"] == sum(x.size for x in jax.tree.leaves(TINY.model.model()))
+
+
+def test_an_accelerator_is_timed_by_the_wall_and_held_against_its_bound(stand_ins):
+    report = rollout(["plain"], peers=(), repeats=1, scale=TINY, accelerator=True)
+    (row,) = report.tables["rollout plain"]
+    least = rollout_seconds(TINY.model.config(), TINY.rollout["plain"], peak("NVIDIA H200"))
+    assert row["of the bound"]["value"] == pytest.approx(least / 0.001)
+    assert report.versions["clock"] == "wall"
 
 
 def test_agreement_is_by_the_largest_logit_and_by_the_worst_loss():

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Measured:
-    """What was found about a case. ``seconds``: CPU-seconds of one call, one entry a round, from the first on.
+    """What was found about a case. ``seconds``: seconds of one call, one entry a round, from the first on.
 
     ``failure`` says why it was left out, or is None.
     """
@@ -78,22 +78,25 @@ def compare(
     agreement: Agreement = KERNEL,
     made: int | None = None,
     target: float = TARGET,
+    clock: str = "cpu",
 ) -> list[Measured]:
     """Start, warm up and check every case, one after the other; then time all of them in turn, ``repeats`` times.
 
     Values are compared with the first ones that are not a peer's, and every call must have made ``made``
     (None: nothing is counted). A case whose worker fails, or that computes something else, leaves at
     that point; the others go on. Only the first case, which they are held against, cannot be missed:
-    then ``WorkerFailed`` is raised. Nothing else runs beside a timing.
+    then ``WorkerFailed`` is raised. Nothing else runs beside a timing. ``clock``: ``cpu``, or ``wall``
+    where an accelerator computes.
     """
     found, memory = [Measured(case) for case in cases], free_memory()
+    limit = int(SHARE * memory) if memory and clock == "cpu" else None
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         truth: np.ndarray | None = None
         for measured in found:
             case = measured.case
             _say(f"{case.name}: first call")
-            job = {"world": str(world), "case": case.name, "memory": memory and int(SHARE * memory)}
+            job = {"world": str(world), "case": case.name, "memory": limit, "clock": clock}
             messages = world.parent / f"{len(workers)}.log"
             worker = stack.enter_context(Worker(case.name, case.command, job, case.env, messages))
             try:
@@ -131,7 +134,7 @@ def _warm_up(
                 f"{worker.name}: {agreement.what}: it differs by {measured.differs:.3g} {agreement.unit}, "
                 f"at most {agreement.limit:g} is rounding"
             )
-    took = answer["cpu_seconds"] if answer["cpu_seconds"] > SLOW else worker.seconds(1)
+    took = answer["seconds"] if answer["seconds"] > SLOW else worker.seconds(1)
     measured.calls = min(MOST_CALLS, max(1, math.ceil(target / took)))
     measured.dear = took > DEAR
     return truth

@@ -75,13 +75,18 @@ def last_logits(model: Decoder, prompts: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(lambda m, t: logits(m, hidden(m, t)[:, -1])[:, :-1])(model, prompts))
 
 
+def versions() -> dict[str, str]:
+    """The version of jax, and what it computes on."""
+    return {"jax": importlib.metadata.version("jax"), "device": jax.devices()[0].device_kind}
+
+
 def main() -> None:
     """Serve the case that the command line names."""
-    jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
     world, name = read_job()
-    model = load_model(world["config"]["model"])
-    versions = {"jax": importlib.metadata.version("jax")}
-    serve(case(name, world, model), versions, check=lambda: last_logits(model, world["checked"]))
+    if not world["config"]["accelerator"]:
+        jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
+    model = load_model(world["config"]["model"], dtype=world["config"]["dtype"])
+    serve(case(name, world, model), versions(), check=lambda: last_logits(model, world["checked"]))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ python -m jaxrl.bench.own_step '{"world": FILE, "case": NAME, "memory": BYTES or
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.bench.own_rollout import versions
 from jaxrl.bench.peers.protocol import read_job, serve
 from jaxrl.bench.workloads import root
-from jaxrl.models.decoder import Decoder
+from jaxrl.models.decoder import Decoder, with_config
 from jaxrl.models.hf import load_model
 from jaxrl.rl.losses import Clip
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
@@ -22,7 +22,7 @@ from jaxrl.rl.update import update
 from jaxrl.types import Batch, Rows, Term, TrainState
 
 OURS = "jaxrl"
-MICRO = "jaxrl, micro-batches of 8 rows"
+MICRO = "jaxrl, micro-batches"
 World = Mapping[str, Any]
 
 
@@ -42,7 +42,7 @@ def case(name: str, world: World, model: Decoder) -> Callable[[], float]:
     state = TrainState(jnp.int32(0), model, tx.init(model), root())
     terms = (Term(batch(world), Clip(low=config["epsilon"], high=config["epsilon"])),)
     program = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
-    options = {"tx": tx, "temperature": 1.0, "microbatch": 8 if name == MICRO else None}
+    options = {"tx": tx, "temperature": 1.0, "microbatch": config["microbatch"] if name == MICRO else None}
 
     def call() -> float:
         nonlocal state
@@ -54,16 +54,19 @@ def case(name: str, world: World, model: Decoder) -> Callable[[], float]:
 
 def main() -> None:
     """Serve the case that the command line names."""
-    jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
     world, name = read_job()
-    call = case(name, world, load_model(world["config"]["model"]))
-    steps, tokens = world["config"]["checked"], int((world["length"] - world["start"]).sum())
+    config = world["config"]
+    if not config["accelerator"]:
+        jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
+    model = load_model(config["model"], dtype=config["dtype"])
+    call = case(name, world, with_config(model, remat=config["remat"]))
+    steps, tokens = config["checked"], int((world["length"] - world["start"]).sum())
 
     def made() -> int:
         call()
         return tokens
 
-    serve(made, {"jax": importlib.metadata.version("jax")}, check=lambda: [[call() for _ in range(steps)]])
+    serve(made, versions(), check=lambda: [[call() for _ in range(steps)]])
 
 
 if __name__ == "__main__":

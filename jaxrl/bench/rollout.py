@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxrl.bench.cases import one_thread, own_cases, peer_cases
 from jaxrl.bench.compare import Agreement, compare
 from jaxrl.bench.own_rollout import COPIED, OURS, PREFILLS, STATIC
 from jaxrl.bench.report import Report, shape
+from jaxrl.bench.roofline import rollout_seconds
 from jaxrl.bench.table import speeds
 from jaxrl.bench.workloads import Scale, write_given
 
@@ -27,9 +29,12 @@ def _largest(values: np.ndarray, truth: np.ndarray) -> float:
 LOGITS = Agreement("another model", "in a logit", 1e-4, _largest)
 
 
-def rollout(names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Scale) -> Report:
+def rollout(
+    names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Scale, accelerator: bool = False
+) -> Report:
     """CPU-seconds of the named workloads. A peer's environment is made when it is missing.
 
+    With ``accelerator``, seconds by the wall on what jax finds, and the least time that device could take over them.
     Raises ``JaxrlError`` when that fails, or when our own engine cannot be timed; any other case that
     fails, or whose logits are others, is left out and reported.
     """
@@ -40,18 +45,21 @@ def rollout(names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: 
         work, title = scale.rollout[name], f"rollout {name}"
         tokens, lengths = work.tokens(scale.model.vocab), work.lengths()
         print(f"{title} ...", file=sys.stderr, flush=True)
-        cases = one_thread([*own_cases("jaxrl.bench.own_rollout", OWN[name]), *others])
+        cases = [*own_cases("jaxrl.bench.own_rollout", OWN[name]), *others]
         arrays = {"tokens": tokens, "lengths": lengths, "checked": tokens[:CHECKED]}
         with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
-            file = write_given(Path(folder), model, arrays, slots=work.slots)
+            config = {"slots": work.slots, "dtype": scale.dtype, "accelerator": accelerator}
+            file = write_given(Path(folder), model, arrays, **config)
             found = compare(
-                cases,
+                cases if accelerator else one_thread(cases),
                 file,
                 (len(arrays["checked"]), scale.model.vocab - 1),
                 repeats=repeats,
                 agreement=LOGITS,
                 made=int(lengths.sum()),
                 target=scale.target,
+                clock="wall" if accelerator else "cpu",
             )
-        report.add(title, speeds(found, int(lengths.sum()), OURS), found)
+        least = partial(rollout_seconds, model.config, work)
+        report.add(title, speeds(found, int(lengths.sum()), OURS, least if accelerator else None), found)
     return report

@@ -30,6 +30,7 @@ OPTIONS = {
     "response": ("kernel",),
     "cases": ("rollout", "step"),
     "quick": ("rollout", "step"),
+    "accelerator": ("rollout", "step"),
 }
 
 
@@ -43,17 +44,17 @@ def run(
     Raises ``UsageError`` for options that do not belong together, and ``DoesNotHold`` with what was
     found when a case had to be left out.
     """
-    jax.config.update("jax_platforms", "cpu")  # CPU-seconds say nothing about an accelerator
+    jax.config.update("jax_platforms", "cpu")  # here; workers choose for themselves
     chosen = SUBJECTS if arguments.subject == "all" else (arguments.subject,)
     _check(arguments, chosen)
     result: dict[str, Any] = {
-        "unit": "CPU-seconds of all threads of a process, median of rounds; ratios: median [smallest, largest]",
+        "unit": f"{_clock(arguments)}, median of rounds; ratios: median [smallest, largest]",
         "rounds": arguments.repeats,
         "cores": os.cpu_count(),
         "load before": os.getloadavg()[0],
         "jax": importlib.metadata.version("jax"),
     }
-    if chosen != ("kernel",):
+    if chosen != ("kernel",) and not arguments.accelerator:
         result["threads of rollout and step"] = threads()
     failed: list[str] = []
     for name in chosen:
@@ -65,6 +66,10 @@ def run(
     if failed:
         raise DoesNotHold("\n".join(failed), result)
     return result
+
+
+def _clock(a: argparse.Namespace) -> str:
+    return "seconds by the wall" if a.accelerator else "CPU-seconds of all threads of a process"
 
 
 def _kernel(a: argparse.Namespace, sizes: Mapping[str, KernelSize]) -> Report:
@@ -81,16 +86,16 @@ def _kernel(a: argparse.Namespace, sizes: Mapping[str, KernelSize]) -> Report:
 
 def _given(name: str, a: argparse.Namespace, scales: Mapping[str, Scale]) -> Report:
     """``rollout`` or ``step``."""
-    scale = scales["quick" if a.quick or a.subject == "all" else "full"]
+    scale = scales["quick" if a.quick or a.subject == "all" else "accelerator" if a.accelerator else "full"]
     cases = [case for case in CASES[name] if a.cases is None or case in a.cases]
     subject = {"rollout": rollout, "step": step}[name]
-    return subject(cases, peers=_peers(name, a), repeats=a.repeats, scale=scale)
+    return subject(cases, peers=_peers(name, a), repeats=a.repeats, scale=scale, accelerator=bool(a.accelerator))
 
 
 def _peers(subject: str, a: argparse.Namespace) -> tuple[str, ...]:
     """Those asked for that can do the subject; by default all of them, and none under ``all``."""
     if a.peer is None:
-        return () if a.subject == "all" else PEERS[subject]
+        return () if a.subject == "all" or a.accelerator else PEERS[subject]
     return tuple(name for name in PEERS[subject] if name in a.peer)
 
 
@@ -98,6 +103,10 @@ def _check(a: argparse.Namespace, chosen: tuple[str, ...]) -> None:
     for name, subjects in OPTIONS.items():
         if getattr(a, name) is not None and not set(subjects) & set(chosen):
             raise UsageError(f"--{name}: belongs to the subject {' or '.join(subjects)}, not to {a.subject}")
+    if a.accelerator and (a.peer or a.subject == "all"):
+        raise UsageError(
+            "--accelerator: for rollout and step, without peers: their CPU environments know no accelerator"
+        )
     _check_names("--cases", a.cases, [case for name in chosen for case in CASES.get(name, ())])
     _check_names("--peer", a.peer, [peer for name in chosen for peer in PEERS[name]])
     _check_names("--methods", a.methods, [name for name in METHODS if name != "auto"])  # auto is one of the others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxrl.bench.cases import one_thread, own_cases, peer_cases
 from jaxrl.bench.compare import Agreement, compare
 from jaxrl.bench.own_step import MICRO, OURS
 from jaxrl.bench.report import Report, shape
+from jaxrl.bench.roofline import step_seconds
 from jaxrl.bench.table import speeds
 from jaxrl.bench.workloads import Scale, write_given
 
@@ -27,11 +29,14 @@ def _relative(values: np.ndarray, truth: np.ndarray) -> float:
 LOSSES = Agreement("another loss", "of itself", 1e-3, _relative)
 
 
-def step(names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Scale) -> Report:
+def step(
+    names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Scale, accelerator: bool = False
+) -> Report:
     """CPU-seconds of one optimiser step on the named batches. A peer's environment is made when it is missing.
 
     Everybody takes the same steps: one forward and one backward pass over all rows, the clipped loss averaged over
-    the tokens of a response and then over responses, gradients clipped by their norm, AdamW. Raises ``JaxrlError``
+    the tokens of a response and then over responses, gradients clipped by their norm, AdamW. With ``accelerator``, seconds by the wall on
+    what jax finds, and the least time that device could take over them (the MFU). Raises ``JaxrlError``
     when an environment cannot be made, or when our own step cannot be timed; any other case that fails, or whose
     losses of the first ``STEPS`` steps are others, is left out and reported.
     """
@@ -40,15 +45,24 @@ def step(names: Sequence[str], *, peers: Sequence[str], repeats: int, scale: Sca
     others = peer_cases("step", peers)
     for name in names:
         given, title = scale.step[name], f"step {name}"
-        arrays = given.arrays(model)
+        arrays = given.arrays(model, exact=not accelerator)
         tokens = int((arrays["length"] - arrays["start"]).sum())
         print(f"{title} ...", file=sys.stderr, flush=True)
-        cases = one_thread([*own_cases("jaxrl.bench.own_step", (OURS, MICRO)), *others])
-        config = {**SETTINGS, "n": given.n, "pad": scale.model.vocab - 1, "checked": STEPS}
+        cases = [*own_cases("jaxrl.bench.own_step", (OURS, MICRO)), *others]
+        config = {**SETTINGS, "n": given.n, "pad": scale.model.vocab - 1, "checked": STEPS, "accelerator": accelerator}
+        config |= {"dtype": scale.dtype, "remat": scale.remat, "microbatch": scale.microbatch}
         with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
             file = write_given(Path(folder), model, arrays, **config)
             found = compare(
-                cases, file, (1, STEPS), repeats=repeats, agreement=LOSSES, made=tokens, target=scale.target
+                cases if accelerator else one_thread(cases),
+                file,
+                (1, STEPS),
+                repeats=repeats,
+                agreement=LOSSES,
+                made=tokens,
+                target=scale.target,
+                clock="wall" if accelerator else "cpu",
             )
-        report.add(title, speeds(found, tokens, OURS), found)
+        least = partial(step_seconds, model.config, arrays["length"])
+        report.add(title, speeds(found, tokens, OURS, least if accelerator else None), found)
     return report

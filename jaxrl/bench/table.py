@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl.bench.compare import Measured
+from jaxrl.bench.roofline import Peak, peak
 from jaxrl.bench.timing import Row, middle
 
 MB = 1e6
@@ -38,22 +39,28 @@ def table(found: Sequence[Measured], baseline: str, naive: str) -> list[Row]:
     return rows
 
 
-def speeds(found: Sequence[Measured], tokens: int, base: str) -> list[Row]:
-    """One row a case that was timed: CPU-seconds, tokens a CPU-second, and CPU-seconds over those of ``base``.
+def speeds(
+    found: Sequence[Measured], tokens: int, base: str, least: Callable[[Peak], float] | None = None
+) -> list[Row]:
+    """One row a case that was timed: seconds, tokens a second, and seconds over those of ``base``.
 
-    ``differs by``: how far what was checked is from the first of our own, in the agreement's unit.
+    They are CPU-seconds; with ``least``, the seconds that a device needs at least, they are by the wall, and ``of the
+    bound`` is the share of them that could not be saved (None on a device of unknown peaks). ``differs by``: how far
+    what was checked is from the first of our own, in the agreement's unit.
     """
     timed = {measured.case.name: measured for measured in found if measured.failure is None}
-    return [
-        {
-            "case": name,
-            "CPU-seconds": middle(np.array(measured.seconds)),
-            "tokens/CPU-second": tokens / float(np.median(measured.seconds)),
-            f"over {base}": _ratio(measured, timed[base]),
-            "differs by": measured.differs,
-        }
-        for name, measured in timed.items()
-    ]
+    second = "CPU-second" if least is None else "second"
+    rows = []
+    for name, measured in timed.items():
+        row: Row = {"case": name, f"{second}s": middle(np.array(measured.seconds))}
+        row[f"tokens/{second}"] = tokens / float(np.median(measured.seconds))
+        row[f"over {base}"] = _ratio(measured, timed[base])
+        if least is not None:
+            device = peak(measured.versions.get("device", ""))
+            row["of the bound"] = None if device is None else middle(least(device) / np.array(measured.seconds))
+        row["differs by"] = measured.differs
+        rows.append(row)
+    return rows
 
 
 def _ratio(measured: Measured, base: Measured) -> dict[str, float]:

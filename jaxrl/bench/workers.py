@@ -74,7 +74,7 @@ class Worker:
         answer = self._answer()
         self._checked(answer, ("peak_rss_bytes", "made"), calls, time.monotonic() - began)
         self.peak_rss_bytes, self.made = int(answer["peak_rss_bytes"]), answer["made"]
-        return float(answer["cpu_seconds"])
+        return float(answer["seconds"])
 
     def close(self) -> None:
         """End the process; it has nothing to tidy up."""
@@ -110,14 +110,12 @@ class Worker:
             return "closed its output"
 
     def _checked(self, answer: dict[str, Any], keys: Sequence[str], calls: int, wall: float) -> dict[str, Any]:
-        missing = [key for key in ("cpu_seconds", *keys) if key not in answer]
+        missing = [key for key in ("seconds", *keys) if key not in answer]
         if missing:
             raise self._failure(f"its answer lacks {', '.join(missing)}")
-        took, most = answer["cpu_seconds"], (wall * (os.cpu_count() or 1) + LEEWAY) / calls
+        took, most = answer["seconds"], (wall * (os.cpu_count() or 1) + LEEWAY) / calls
         if not isinstance(took, float) or not 0 < took <= most:
-            raise self._failure(
-                f"says that a call took {took!r} CPU-seconds; more than 0 and at most {most:.4g} can be"
-            )
+            raise self._failure(f"says that a call took {took!r} seconds; more than 0 and at most {most:.4g} can be")
         return answer
 
     def _failure(self, what: str) -> WorkerFailed:

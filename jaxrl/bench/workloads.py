@@ -24,7 +24,7 @@ MODEL = "model"  # the folder beside a world
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2:
-    """A tied Qwen2: ``hidden`` wide, heads of ``head_dim``, an MLP four times as wide. Single precision."""
+    """A tied Qwen2: ``hidden`` wide, with an MLP of ``mlp`` (default four times that). Single precision."""
 
     hidden: int
     layers: int
@@ -32,6 +32,7 @@ class Qwen2:
     kv_heads: int
     vocab: int
     positions: int
+    mlp: int | None = None
 
     def config(self) -> ModelConfig:
         """The architecture."""
@@ -39,7 +40,7 @@ class Qwen2:
             family="qwen2",
             vocab_size=self.vocab,
             hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden,
+            intermediate_size=self.mlp or 4 * self.hidden,
             num_layers=self.layers,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
@@ -100,8 +101,10 @@ class GivenBatch:
     new: int
     mean: float | None = None
 
-    def arrays(self, model: Decoder) -> dict[str, np.ndarray]:
-        """``tokens`` i32[N, L], ``start`` and ``length`` i32[N], ``advantage`` f32[N], ``old_logps`` f32[N, L]."""
+    def arrays(self, model: Decoder, exact: bool = True) -> dict[str, np.ndarray]:
+        """``exact=False`` takes all tokens for equally probable, which a random model nearly says, and computes nothing.
+
+        ``tokens`` i32[N, L], ``start`` and ``length`` i32[N], ``advantage`` f32[N], ``old_logps`` f32[N, L]."""
         work = Workload(prompts=self.prompts, width=self.width, n=self.n, new=self.new, mean=self.mean)
         draw, rows = np.random.default_rng(3), self.prompts * self.n
         prompts = np.repeat(work.tokens(model.config.vocab_size), self.n, axis=0)
@@ -113,7 +116,8 @@ class GivenBatch:
         reward = draw.normal(size=(self.prompts, self.n))
         advantage = (reward - reward.mean(1, keepdims=True)) / reward.std(1, keepdims=True)
         scored = Rows(*(jnp.asarray(x) for x in (tokens, start, length)))
-        old = np.asarray(jax.jit(token_logps)(model, scored))
+        uniform = np.full(tokens.shape, -np.log(model.config.vocab_size))
+        old = np.asarray(jax.jit(token_logps)(model, scored)) if exact else uniform
         old = np.where(np.asarray(scored.mask()), old + draw.normal(0, 0.1, old.shape), 0)
         return {
             "tokens": tokens,
@@ -126,12 +130,18 @@ class GivenBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A model with the workloads of ``rollout`` and the batches of ``step`` by name. ``target``: as in ``compare``."""
+    """A model with the workloads of ``rollout`` and the batches of ``step`` by name. ``target``: as in ``compare``.
+
+    ``dtype`` is computed in, ``remat`` is the training step's, ``microbatch`` the rows of its micro-batches.
+    """
 
     model: Qwen2
     rollout: Mapping[str, Workload]
     step: Mapping[str, GivenBatch]
     target: float
+    dtype: str = "float32"
+    remat: str = "none"
+    microbatch: int = 8
 
 
 FULL = Scale(
@@ -160,7 +170,22 @@ QUICK = Scale(
     },
     target=0.1,
 )
-SCALES = {"full": FULL, "quick": QUICK}
+ACCELERATOR = Scale(  # the shape of Qwen2.5-Math-1.5B
+    model=Qwen2(hidden=1536, layers=28, heads=12, kv_heads=2, vocab=151936, positions=4096, mlp=8960),
+    rollout={
+        "plain": Workload(prompts=64, width=256, n=1, new=512),
+        "shared": Workload(prompts=4, width=512, n=64, new=512, slots=256),
+        "refill": Workload(prompts=128, width=150, n=8, new=3072, mean=684, slots=256),
+    },
+    step={
+        "full": GivenBatch(prompts=8, width=150, n=8, new=874),
+        "ragged": GivenBatch(prompts=8, width=150, n=8, new=3072, mean=684),
+    },
+    target=1.0,
+    dtype="bfloat16",
+    remat="full",
+)
+SCALES = {"full": FULL, "quick": QUICK, "accelerator": ACCELERATOR}
 
 
 def write_given(folder: Path, model: Decoder, arrays: Mapping[str, np.ndarray], **config: Any) -> Path:

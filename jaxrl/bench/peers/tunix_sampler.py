@@ -1,4 +1,4 @@
-"""The ``Sampler`` of google-tunix: temperature 1, the whole distribution, log-probabilities as its learner asks for.
+"""The ``Sampler`` of google-tunix: temperature 1, the whole distribution. No log-probabilities, its default.
 
 Prompts are repeated n times, as its learner does; where there are more samples than slots, static
 batches run one after the other, each to its longest response.
@@ -23,7 +23,6 @@ def sample(sampler, batches, seeds):
             texts,
             max_generation_steps=int(wanted.max()),
             max_prompt_length=prompts.shape[1],
-            return_logprobs=True,
             temperature=1.0,
             top_p=1.0,
             seed=next(seeds),
