@@ -180,10 +180,17 @@ def asked(streams) -> dict:
     return dict(samples)
 
 
-@pytest.mark.parametrize("name", ["jaxrl", own_rollout.STATIC, own_rollout.PREFILLS])
+@pytest.mark.parametrize("name", ["jaxrl", own_rollout.STATIC])
 def test_every_case_asks_for_the_same_samples(name):
     expected = {(i, g): int(length) for (i, g), length in np.ndenumerate(HEAVY.lengths())}
     assert asked(own_rollout.streams(name, heavy())) == expected
+
+
+def test_samples_that_pay_for_their_own_prefill_are_prompts_of_their_own():
+    (requests,) = own_rollout.streams(own_rollout.PREFILLS, heavy())
+    assert len({r.uid for r in requests}) == len(requests) == HEAVY.lengths().size
+    assert [r.max_new for r in requests] == HEAVY.lengths().reshape(-1).tolist()
+    assert [r.prompt.tolist() for r in requests] == np.repeat(heavy()["tokens"], 2, axis=0).tolist()
 
 
 def test_cases_differ_in_what_they_are_named_after():

@@ -47,13 +47,13 @@ def streams(name: str, world: World) -> list[list[Request]]:
 
 
 def _requests(tokens: np.ndarray, wanted: np.ndarray, first: int, apart: bool = False) -> Iterator[Request]:
-    """One request a prompt, or one a sample where their lengths differ or ``apart`` asks for it."""
-    for i, (prompt, lengths) in enumerate(zip(tokens, wanted, strict=True)):
+    """One request a prompt, or one a sample where their lengths differ; ``apart``, samples are prompts of their own."""
+    for i, (prompt, lengths) in enumerate(zip(tokens, wanted, strict=True), first):
         if not apart and len(set(lengths.tolist())) == 1:
-            yield Request(first + i, prompt, len(lengths), int(lengths[0]))
-        else:
-            for g, length in enumerate(lengths.tolist()):
-                yield Request(first + i, prompt, 1, length, first=g)
+            yield Request(i, prompt, len(lengths), int(lengths[0]))
+            continue
+        for g, length in enumerate(lengths.tolist()):
+            yield Request(i * len(lengths) + g, prompt, 1, length) if apart else Request(i, prompt, 1, length, first=g)
 
 
 def case(name: str, world: World, model: Decoder) -> Callable[[], int]:

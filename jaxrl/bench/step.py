@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,13 @@ def step(
         tokens = int((arrays["length"] - arrays["start"]).sum())
         print(f"{title} ...", file=sys.stderr, flush=True)
         cases = [*own_cases("jaxrl.bench.own_step", (OURS, MICRO)), *others]
-        config = {**SETTINGS, "n": given.n, "pad": scale.model.vocab - 1, "checked": STEPS, "accelerator": accelerator}
+        config: dict[str, Any] = {
+            **SETTINGS,
+            "n": given.n,
+            "pad": scale.model.vocab - 1,
+            "checked": STEPS,
+            "accelerator": accelerator,
+        }
         config |= {"dtype": scale.dtype, "remat": scale.remat, "microbatch": scale.microbatch}
         with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
             file = write_given(Path(folder), model, arrays, **config)
