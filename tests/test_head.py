@@ -7,6 +7,7 @@ import pytest
 from rl_cases import quick_jit
 
 from jaxrl.models.head import block_size, token_head
+from jaxrl.models.head_kl import token_head_kl
 from jaxrl.types import wide
 
 QWEN = 151936  # 128 * 1187: no power of two above 128 divides it
@@ -70,6 +71,32 @@ def test_blocks_equal_whole_logits_in_values_and_gradients(x64, v, block, tied, 
     theirs = loss(lambda *a, temperature: whole(*a, temperature, limit, tied))
     got, expected = (quick_jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(*args) for f in (ours, theirs))
     close(got, expected, 1e-12)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(("tied", "limit"), [(True, None), (False, 80)])
+def test_the_divergence_by_blocks_equals_that_of_whole_distributions(x64, tied, limit):
+    known, reference, _, weight = case(6, 5, 97, tied=tied, spread=3.0)
+    states, matrix, *_ = case(6, 5, 97, tied=tied, seed=1, spread=3.0)
+
+    def expected(states, matrix):
+        log = []
+        for s, m in ((known, reference), (states, matrix)):
+            z = s @ (m.T if tied else m) / 0.7
+            log.append(jax.nn.log_softmax(z[:, :limit], axis=-1))
+        each = jnp.sum(jnp.exp(log[0]) * (log[0] - log[1]), axis=-1)
+        return jnp.sum(each * weight[0]), each
+
+    def ours(states, matrix):
+        options = {"temperature": 0.7, "limit": limit, "tied": tied, "block": 32}
+        each = token_head_kl(known, reference, states, matrix, **options)
+        return jnp.sum(each * weight[0]), each
+
+    got, truth = (
+        quick_jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(states, matrix) for f in (ours, expected)
+    )
+    close(got, truth, 1e-12)
+    assert not np.any(token_head_kl(states, matrix, states, matrix, tied=tied, limit=limit, block=32))
 
 
 @pytest.mark.parametrize(("v", "block"), [(QWEN, None), (QWEN + 1, 9000)])

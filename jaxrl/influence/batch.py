@@ -20,11 +20,12 @@ from jaxtyping import Array, Float
 from jaxrl.influence.gradients import Logps, predicted_change
 from jaxrl.mesh import to_host
 from jaxrl.models.logps import token_logps
+from jaxrl.models.scoring import FORWARD
 from jaxrl.rl.losses import TokenLoss
 from jaxrl.rl.update import loss_and_grad
 from jaxrl.types import Rows, Term
 
-_gradient = partial(jax.jit, static_argnames=("temperature", "microbatch"))(loss_and_grad)
+_gradient = jax.jit(partial(loss_and_grad, score=FORWARD), static_argnames=("temperature", "microbatch"))
 
 
 def batch_gradient(

@@ -7,6 +7,7 @@ second derivatives takes ``jaxrl.models.decoder.logits``. The method is that of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,18 +40,22 @@ def token_head(
     results are, in at least float32; gradients come in the inputs' dtypes, that of the matrix summed over all N
     before it is rounded. ``block``: vocabulary entries at a time; memory is about ``N * block``.
     """
-    dtype, size = wide(states.dtype, matrix.dtype), matrix.shape[0 if tied else 1]
-    if states.dtype != matrix.dtype:
-        states = states.astype(dtype)
-    if not (isinstance(temperature, int | float) and temperature == 1):  # here, so that it has a gradient too
-        states = states.astype(dtype) / jnp.asarray(temperature, dtype)
-    how = Layout(size, size if limit is None else min(limit, size), tied, min(block or block_size(size), size))
-    return _head(how, states, matrix, token.astype(jnp.int32))
+    how = Layout.of(matrix, limit, tied, block)
+    return _head(how, divided(states, matrix, temperature), matrix, token.astype(jnp.int32))
 
 
 def block_size(vocab_size: int) -> int:
     """Vocabulary entries at a time: a 32nd, but not so few that a loop costs more than it saves."""
     return min(vocab_size, max(-(-vocab_size // PARTS), SMALLEST))
+
+
+def divided(states: Float[Array, "N d"], matrix: Array, temperature: float | Array) -> Float[Array, "N d"]:
+    """The states over the temperature, which so has a gradient too; wide unless they match the matrix as they are."""
+    plain = isinstance(temperature, int | float) and temperature == 1
+    if plain and states.dtype == matrix.dtype:
+        return states
+    dtype = wide(states.dtype, matrix.dtype)
+    return states.astype(dtype) if plain else states.astype(dtype) / jnp.asarray(temperature, dtype)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ class Layout:
     limit: int
     tied: bool
     block: int
+
+    @classmethod
+    def of(cls, matrix: Array, limit: int | None, tied: bool, block: int | None) -> Layout:
+        size = matrix.shape[0 if tied else 1]
+        return cls(size, size if limit is None else min(limit, size), tied, min(block or block_size(size), size))
 
     @property
     def count(self) -> int:
@@ -89,7 +99,7 @@ class Layout:
         return jax.lax.dynamic_slice_in_dim(matrix, self.at(i), self.block, self.axis)
 
     def logits(self, states: Float[Array, "N d"], part: Array) -> Float[Array, "N block"]:
-        return _dot(states, part, (1, 1 if self.tied else 0))
+        return dot(states, part, (1, 1 if self.tied else 0))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,35 +143,43 @@ def _backward(how: Layout, kept: tuple[Array, ...], cotangents: tuple[Any, Any, 
     of_logp = zero if of_logp is None else jnp.where(token < how.limit, of_logp, 0)
     of_p = -of_logp if of_lse is None else of_lse - of_logp
 
-    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        by_states, by_matrix = carry
-        part = how.take(matrix, i)
-        logp = how.logits(states, part) - lse[:, None]
+    def cotangent(i: Array, z: Array) -> Array:
+        logp = z - lse[:, None]
         scale = of_p[:, None]
         if of_entropy is not None:
             scale = scale - of_entropy[:, None] * (logp + entropy[:, None])
-        dz = jnp.exp(logp) * scale + jnp.where(how.hit(i, token), of_logp[:, None], 0)
+        return jnp.exp(logp) * scale + jnp.where(how.hit(i, token), of_logp[:, None], 0)
+
+    return *pull(how, states, matrix, cotangent), None
+
+
+def pull(
+    how: Layout, states: Float[Array, "N d"], matrix: Array, cotangent: Callable[[Array, Array], Array]
+) -> tuple[Array, Array]:
+    """Gradients of states and matrix, given ``cotangent(i, logits of block i)`` by those logits."""
+    dtype = wide(states.dtype, matrix.dtype)
+
+    def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        by_states, by_matrix = carry
+        part = how.take(matrix, i)
+        dz = cotangent(i, how.logits(states, part))
         known = how.known(i)
         dz = dz if known is None else jnp.where(known, dz, 0)
-        by_states = by_states + _dot(dz, part.astype(dtype), (1, how.axis))
+        by_states = by_states + dot(dz, part.astype(dtype), (1, how.axis))
         pair = (dz, states.astype(dtype)) if how.tied else (states.astype(dtype), dz)
-        more = _dot(*pair, (0, 0))
-        so_far = how.take(by_matrix, i)
-        by_matrix = jax.lax.dynamic_update_slice_in_dim(
-            by_matrix, so_far + more.astype(matrix.dtype), how.at(i), how.axis
-        )
-        return by_states, by_matrix
+        more = how.take(by_matrix, i) + dot(*pair, (0, 0)).astype(matrix.dtype)
+        return by_states, jax.lax.dynamic_update_slice_in_dim(by_matrix, more, how.at(i), how.axis)
 
     # an entry is written by one block, which sums over all N (a second adds 0): nothing is rounded twice
     start = (jnp.zeros(states.shape, dtype), jnp.zeros_like(matrix))
     by_states, by_matrix = jax.lax.fori_loop(0, how.count, body, start)
-    return by_states.astype(states.dtype), by_matrix, None
+    return by_states.astype(states.dtype), by_matrix
 
 
 _head.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
+def dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     """Contraction of one axis of each, accumulated in at least float32."""
     contract = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(a, b, contract, preferred_element_type=wide(a.dtype, b.dtype))

@@ -30,7 +30,7 @@ def token_logps(
     transformations the arguments are checked: ``ValueError`` for rows that ``check_shapes`` refuses, ids outside
     the vocabulary, and a temperature that is not above 0.
     """
-    _check(model, rows, temperature)
+    check_scored(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> Array:
         lp = jax.nn.log_softmax(logits(model, states[0], temperature), axis=-1)
@@ -43,7 +43,7 @@ def token_scores(
     model: Decoder, rows: Rows, *, temperature: float | Array = 1.0, chunk: int = CHUNK
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probability of each response token and entropy of the distribution it was drawn from, nats."""
-    _check(model, rows, temperature)
+    check_scored(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> tuple[Array, Array]:
         lp = jax.nn.log_softmax(logits(model, states[0], temperature), axis=-1)
@@ -67,7 +67,7 @@ def token_kl(
     unbiased estimate of ``KL(pi_ref || pi_model)`` with less variance than ``nll``. No gradient
     reaches the reference.
     """
-    _check(model, rows, temperature)
+    check_scored(model, rows, temperature)
 
     def score(states: tuple[Array, ...], token: Array) -> Array:
         ref = jax.lax.stop_gradient(jax.nn.log_softmax(logits(reference, states[0], temperature), axis=-1))
@@ -80,7 +80,7 @@ def token_kl(
     return _masked(rows, _over_chunks(score, states, rows, chunk))
 
 
-def _check(model: Decoder, rows: Rows, temperature: float | Array) -> None:
+def check_scored(model: Decoder, rows: Rows, temperature: float | Array) -> None:
     """What jax itself would answer with a clamped index or a NaN; values are out of sight in a transformation."""
     if is_concrete(temperature) and not np.all(np.asarray(temperature) > 0):
         raise ValueError(f"temperature: expected a number above 0, got {temperature}")

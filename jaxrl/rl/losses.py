@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl.models.logps import token_kl, token_logps
+from jaxrl.models.scoring import FORWARD, Scorer
 from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Batch, wide
 
@@ -30,9 +30,14 @@ class TokenLoss(Piece):
         """Losses of one row. Raises ``TypeError`` for a loss that has only the form ``tokens``."""
         raise TypeError(f"{type(self).__name__} is no function of a row's log-probs; call .tokens")
 
-    def tokens(self, model: Any, reference: Any, batch: Batch, *, temperature: float) -> Float[Array, "N L"]:
-        """Losses of every position. ``temperature`` is the rollouts': the policy trained is the one that sampled."""
-        logps = token_logps(model, batch.rows, temperature=temperature)
+    def tokens(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> Float[Array, "N L"]:
+        """Losses of every position. ``temperature`` is the rollouts': the policy trained is the one that sampled.
+
+        ``score``: how log-probs are got; the default passes through every transformation.
+        """
+        logps = score(model, batch.rows, temperature=temperature)
         return jax.vmap(self)(logps, _adopt(batch, logps.dtype))
 
 
@@ -77,8 +82,10 @@ class Nll(TokenLoss):
     def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
         return -logps
 
-    def tokens(self, model: Any, reference: Any, batch: Batch, *, temperature: float) -> Float[Array, "N L"]:
-        return super().tokens(model, reference, batch, temperature=1.0)
+    def tokens(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> Float[Array, "N L"]:
+        return super().tokens(model, reference, batch, temperature=1.0, score=score)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +95,12 @@ class FullKl(TokenLoss):
     tag = "full"
     needs = frozenset({"reference_model"})
 
-    def tokens(self, model: Any, reference: Any, batch: Batch, *, temperature: float) -> Float[Array, "N L"]:
+    def tokens(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> Float[Array, "N L"]:
         if reference is None:
             raise ValueError("a forward KL with estimator 'full' needs the reference model, got None")
-        return token_kl(reference, model, batch.rows)
+        return score.kl(reference, model, batch.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +140,11 @@ def k3(logps: Array, ref_logps: Array) -> Array:
     return jnp.expm1(ref_logps - logps) - (ref_logps - logps)
 
 
-def weighted_sum(model: Any, reference: Any, batch: Batch, loss: TokenLoss, *, temperature: float) -> Float[Array, ""]:
+def weighted_sum(
+    model: Any, reference: Any, batch: Batch, loss: TokenLoss, *, temperature: float, score: Scorer = FORWARD
+) -> Float[Array, ""]:
     """``sum_{n,t} weight[n, t] * loss[n, t]``, accumulated in at least float32: the loss of one term."""
-    values = loss.tokens(model, reference, batch, temperature=temperature)
+    values = loss.tokens(model, reference, batch, temperature=temperature, score=score)
     dtype = wide(values.dtype, batch.weight.dtype)
     weight = batch.weight.astype(dtype)
     return jnp.sum(jnp.where(weight != 0, values.astype(dtype), 0) * weight)

@@ -1,13 +1,14 @@
 """One optimiser step, as a pure function of state and terms.
 
 A step is a tuple of terms, each a plain sum over its own rows, so any split into micro-batches
-gives the same gradient up to rounding. Jit with ``tx``, ``temperature`` and ``microbatch`` static
-and ``state`` donated.
+gives the same gradient up to rounding. Jit with ``STATIC`` static and ``state`` donated.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl.mean import Mean
+from jaxrl.models.scoring import REVERSE, Scorer
 from jaxrl.rl.losses import TokenLoss, weighted_sum
 from jaxrl.types import Batch, Term, TrainState, wide
+
+STATIC = ("tx", "temperature", "microbatch", "score")  # arguments of ``update``
 
 
 def loss_and_grad(
@@ -27,18 +31,20 @@ def loss_and_grad(
     *,
     temperature: float,
     microbatch: int | None = None,
+    score: Scorer = REVERSE,
 ) -> tuple[Float[Array, " terms"], Any]:
     """The loss of each term (nats times weight) and the gradient of their sum.
 
     ``reference`` is the base model, or None when no term needs one; no gradient reaches it.
     ``temperature`` is the rollouts'. ``microbatch``: rows a forward and backward pass; the last
-    chunk is filled with a copy of row 0 at weight 0. Gradients are summed in at least float32 and
-    come as a tree like ``model``.
+    chunk is filled with a copy of row 0 at weight 0. ``score``: how log-probs are got. Gradients are summed
+    in at least float32 and come as a tree like ``model``.
     """
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), model)
     losses = []
     for term in terms:
-        loss, grads = _term_grad(model, term, reference, grads, temperature=temperature, microbatch=microbatch)
+        one = partial(_value_and_grad, model, term.loss, reference, temperature, score)
+        loss, grads = _term_grad(one, term.batch, grads, microbatch)
         losses.append(loss)
     return jnp.stack(losses), grads
 
@@ -51,6 +57,7 @@ def update(
     tx: optax.GradientTransformation,
     temperature: float,
     microbatch: int | None = None,
+    score: Scorer = REVERSE,
 ) -> tuple[TrainState, dict[str, Mean]]:
     """One optimiser step on ``terms``. ``state.step`` counts rollout batches and is left to the loop.
 
@@ -58,7 +65,9 @@ def update(
     clipping; ``optim/update_norm``, the norm of the change that the parameters really took; and
     ``optim/param_changed``, the share of parameters whose stored value changed at all.
     """
-    losses, grads = loss_and_grad(state.model, terms, reference, temperature=temperature, microbatch=microbatch)
+    losses, grads = loss_and_grad(
+        state.model, terms, reference, temperature=temperature, microbatch=microbatch, score=score
+    )
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies Python scalars into every dtype
         steps, opt_state = tx.update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, steps)
@@ -71,25 +80,31 @@ def update(
 
 
 def _term_grad(
-    model: Any, term: Term, reference: Any, grads: Any, *, temperature: float, microbatch: int | None
+    one: Callable[[Batch], tuple[Array, Any]], batch: Batch, grads: Any, microbatch: int | None
 ) -> tuple[Float[Array, ""], Any]:
     """The loss of one term, and ``grads`` plus its gradient."""
 
     def add(carry: tuple[Array, Any], batch: Batch) -> tuple[tuple[Array, Any], None]:
-        loss, grads = _value_and_grad(model, batch, term.loss, reference, temperature)
-        return (carry[0] + loss.astype(carry[0].dtype), jax.tree.map(_plus, carry[1], grads)), None
+        return _added(carry, one(batch)), None
 
-    start = (jnp.zeros((), wide(term.batch.weight.dtype)), grads)
-    n = term.batch.weight.shape[0]
+    start = (jnp.zeros((), wide(batch.weight.dtype)), grads)
+    n = batch.weight.shape[0]
     if microbatch is None or microbatch >= n:
-        return add(start, term.batch)[0]
-    return jax.lax.scan(add, start, _chunks(term.batch, microbatch))[0]
+        return add(start, batch)[0]
+    return jax.lax.scan(add, start, _chunks(batch, microbatch))[0]
+
+
+def _added(total: tuple[Array, Any], more: tuple[Array, Any]) -> tuple[Array, Any]:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
 
 def _value_and_grad(
-    model: Any, batch: Batch, loss: TokenLoss, reference: Any, temperature: float
+    model: Any, loss: TokenLoss, reference: Any, temperature: float, score: Scorer, batch: Batch
 ) -> tuple[Float[Array, ""], Any]:
-    return jax.value_and_grad(lambda m: weighted_sum(m, reference, batch, loss, temperature=temperature))(model)
+    def value(model: Any) -> Array:
+        return weighted_sum(model, reference, batch, loss, temperature=temperature, score=score)
+
+    return jax.value_and_grad(value)(model)
 
 
 def _chunks(batch: Batch, size: int) -> Batch:
@@ -101,10 +116,6 @@ def _chunks(batch: Batch, size: int) -> Batch:
     keep = real.reshape((-1,) + (1,) * (batch.weight.ndim - 1))
     batch = dataclasses.replace(batch, weight=jnp.where(keep, batch.weight, 0))
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
-
-
-def _plus(total: Array, part: Array) -> Array:
-    return total + part.astype(total.dtype)
 
 
 def _norm(tree: Any) -> Float[Array, ""]:
