@@ -20,6 +20,7 @@ from jaxrl.rl.losses import LOSSES, TokenLoss
 from jaxrl.rl.old_logps import OLD_LOGPS, OldLogps
 from jaxrl.rl.regularisers import REGULARISERS, Regulariser
 from jaxrl.rl.weights import WEIGHTS, Weights
+from jaxrl.sampling.engines import ENGINES, EngineSpec
 from jaxrl.sampling.strategies import STRATEGIES, Strategy, Temperature
 from jaxrl.schema import FAILED, Range, Reader, Schema, dump, named
 from jaxrl.train.experiment import Experiment, Msa0Spec, ProblemsSpec
@@ -39,7 +40,11 @@ RANGES: dict[str, Range] = {
     "prompts": COUNT,
     "n": COUNT,
     "max_new_tokens": SIZE,
-    "chunk": COUNT,
+    "slots": SIZE,
+    "SlotSpec.chunk": SIZE,
+    "admit": SIZE,
+    "ahead": Range(0, 100),
+    "pools": Range(1, 20),
     "log_every": CADENCE,
     "max_prompt": SIZE,
     "limit": COUNT,
@@ -111,6 +116,7 @@ SCHEMA = Schema(
         OldLogps: OLD_LOGPS,
         Regulariser: REGULARISERS,
         Strategy: STRATEGIES,
+        EngineSpec: ENGINES,
     },
     ranges=RANGES,
 )

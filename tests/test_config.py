@@ -189,7 +189,10 @@ def test_a_wrong_override_says_which_and_why(load, change, expected):
         ("rollout: {n: true}", "c.yaml:6: rollout.n: expected an integer from 1 to 1000000000, got True"),
         ("rollout: {n: '4'}", "c.yaml:6: rollout.n: expected an integer from 1 to 1000000000, got '4'"),
         ("rollout: 4", "c.yaml:6: rollout: expected a section with keys (prompts, n,"),
-        ("rollout: {chunk: 0}", "c.yaml:6: rollout.chunk: expected an integer from 1 to 1000000000, or null, got 0"),
+        (
+            "rollout: {engine: {type: slots, chunk: 0}}",
+            "c.yaml:6: rollout.engine.chunk: expected an integer from 1 to 10000000, got 0",
+        ),
         (
             "rollout: {strategy: {type: temprature}}",
             "rollout.strategy.type: unknown type 'temprature'; did you mean 'temperature'?",

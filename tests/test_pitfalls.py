@@ -37,6 +37,7 @@ from jaxrl.rl.losses import Clip, FullKl
 from jaxrl.rl.metrics import clip_violations, sampler_gap
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.regularisers import Kl
+from jaxrl.sampling.engine import SlotEngine, SlotSpec
 from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
 from jaxrl.train import grading, loop
 from jaxrl.train.collect import Collector, in_passes, score_rows, temperature_of
@@ -274,13 +275,13 @@ def test_metrics_do_not_depend_on_the_number_of_devices():
         assert {name: mean.value for name, mean in got.items()} == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize(("n", "rows"), [(3, 6), (7, 3)])
-def test_an_evaluation_counts_every_prompt_and_sample_once(models, n, rows):
-    """26. A short last call is padded with repeated prompts; none of them is counted, and n is reported."""
+@pytest.mark.parametrize(("n", "slots"), [(3, 6), (7, 3)])
+def test_an_evaluation_counts_every_prompt_and_sample_once(models, n, slots):
+    """26. However samples are laid on the engine's slots, each counts once, and n is reported."""
     task = msa0([0, 3, 50, 130, 200])
-    samples = sample_set(
-        models[0], task, task.pools["train"], Temperature(), n=n, key=keys.root(0), max_new_tokens=5, rows=rows
-    )
+    engine = SlotEngine(SlotSpec(slots=slots, chunk=2))
+    options = {"key": keys.root(0), "max_new_tokens": 5, "engine": engine}
+    samples = sample_set(models[0], task, task.pools["train"], Temperature(), n=n, **options)
     found = sorted((r["uid"], r["sample"]) for r in samples.records)
     assert found == [(u, g) for u in (0, 3, 50, 130, 200) for g in range(n)]
     assert samples.correct.shape == (5,)

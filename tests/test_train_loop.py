@@ -31,7 +31,7 @@ from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.old_logps import Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.train import loop, setup
-from jaxrl.train.collect import Collector, prompts_a_call
+from jaxrl.train.collect import Collector
 from jaxrl.train.experiment import CheckpointSpec, EvalSpec, InfluenceSpec, MeshSpec, ProbeSpec
 from jaxrl.train.loop import Run
 from jaxrl.train.observe import scored
@@ -369,5 +369,5 @@ def test_the_rows_of_a_step_are_split_over_the_devices(monkeypatch):
     collector = Collector(ready.task, x.algorithm, x.rollout, x.reward, None, ready.mesh)
     prompts = collector.place(ready.task.pools["train"].take(keys.root(0), 0, 8))
     assert {s.data.shape for s in prompts.tokens.addressable_shards} == {(2, 5)}
-    assert prompts_a_call(x.rollout, SELF) == 2
-    assert prompts_a_call(x.rollout, SELF, ready.mesh) == 4  # a whole share for every device
+    sampled = collector(ready.base, ready.base, keys.root(0), 0).graded.rollouts
+    assert {s.data.shape[:2] for s in sampled.rows.tokens.addressable_shards} == {(2, x.rollout.n)}

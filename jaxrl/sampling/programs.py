@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
@@ -61,21 +61,26 @@ def weights_of(model: Decoder, mesh: Mesh | None = None) -> Weights:
     """
     config = model.config
     if mesh is not None:
-        model = _gathered(model, mesh)
+        model = jax.device_put(model, gathered(model, mesh))
     if config.num_layers <= UNROLLED:
         return Weights(model, _apart(model.layers, dtype=config.dtype, depth=config.num_layers))
     same = all(x.dtype == jnp.dtype(config.dtype) for x in jax.tree.leaves(model.layers))
     return Weights(model, model.layers if same else _cast(model.layers, dtype=config.dtype))
 
 
-def _gathered(model: Decoder, mesh: Mesh) -> Decoder:
-    """The model with whole parameters along ``fsdp``; heads, MLP and vocabulary stay split over ``tensor``."""
+def gathered(model: Decoder, mesh: Mesh) -> Any:
+    """Where parameters (or their shapes) lie while decoding: whole along ``fsdp``, split over ``tensor`` as ever."""
 
-    def place(axes: tuple[str, ...], x: Array) -> Array:
+    def place(axes: tuple[str, ...], x: Any) -> NamedSharding:
         whole = [None if axis == "embed" else axis for axis in axes]
-        return jax.device_put(x, NamedSharding(mesh, partition(mesh, whole, x.shape)))
+        return NamedSharding(mesh, partition(mesh, whole, x.shape))
 
     return jax.tree.map(place, param_axes(model.config), model, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def of_one_layer(stacked: NamedSharding) -> NamedSharding:
+    """Where a layer of a stacked parameter lies."""
+    return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
 
 
 @partial(jax.jit, static_argnames="dtype")

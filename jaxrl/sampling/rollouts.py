@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from jaxrl.sampling.strategies import Strategy
 from jaxrl.types import STOP_NONE, Prompts, Rollouts, Rows
 
 
-def sample(
+def drawn(
     engine: Engine,
     prompts: Prompts,
     strategy: Strategy,
@@ -26,29 +27,50 @@ def sample(
     step: int = 0,
     first: int = 0,
     chosen: Sequence[int] | None = None,
-    finished: Callable[[int, int, Sample], None] | None = None,
-) -> Rollouts:
-    """Samples ``first .. first + n - 1`` of each prompt, as ``jaxrl.sampling.generate.generate`` gives them.
+) -> Iterator[tuple[int, int, Sample]]:
+    """Samples ``first .. first + n - 1`` of each prompt as they end: (prompt, sample - first, the sample).
 
-    ``chosen`` are the prompts to sample (default: all); the others' rows stay without a response (``STOP_NONE``).
-    ``finished(p, g, sample)`` is told of each response as it ends, while others are still being decoded. Arrays are
-    numpy's. Raises ``ValueError`` for what the engine refuses, and when a sample comes without log-probabilities.
+    ``chosen`` are the prompts to sample (default: all); no two may share a uid. Raises ``ValueError`` for what the
+    engine refuses, and when a sample comes without log-probabilities.
     """
-    tokens, length, uid = (np.asarray(x, np.int32) for x in to_host((prompts.tokens, prompts.length, prompts.uid)))
+    tokens, length, uid = _host(prompts)
     at = range(len(uid)) if chosen is None else [int(p) for p in chosen]
     requests = [Request(int(uid[p]), tokens[p, : length[p]], n, max_new_tokens, first) for p in at]
     place = {int(uid[p]): p for p in at}
-    out = empty_rollouts(tokens, length, n, max_new_tokens)
     for found in engine.stream(requests, Sampling(strategy, tuple(stop_ids), key, step)):
         if found.logps is None:
             raise ValueError(f"the engine gave no log-probabilities for sample {found.index} of prompt {found.uid}")
-        p, g = place[found.uid], found.index - first
+        yield place[found.uid], found.index - first, found
+
+
+def sample(
+    engine: Engine,
+    prompts: Prompts,
+    strategy: Strategy,
+    *,
+    n: int,
+    max_new_tokens: int,
+    finished: Callable[[int, int, Sample], None] | None = None,
+    **options: Any,
+) -> Rollouts:
+    """The samples of ``drawn`` as ``jaxrl.sampling.generate.generate`` gives them, in numpy's arrays.
+
+    Rows of prompts that were not chosen stay without a response (``STOP_NONE``). ``finished(p, g, sample)`` is told
+    of each response as it ends, while others are still being decoded.
+    """
+    tokens, length, _ = _host(prompts)
+    out = empty_rollouts(tokens, length, n, max_new_tokens)
+    for p, g, found in drawn(engine, prompts, strategy, n=n, max_new_tokens=max_new_tokens, **options):
         span = slice(length[p], length[p] + len(found.tokens))
         out.rows.tokens[p, g, span], out.logps[p, g, span] = found.tokens, found.logps
         out.rows.length[p, g], out.stop[p, g] = span.stop, found.stop
         if finished is not None:
             finished(p, g, found)
     return out
+
+
+def _host(prompts: Prompts) -> tuple[np.ndarray, ...]:
+    return tuple(np.asarray(x, np.int32) for x in to_host((prompts.tokens, prompts.length, prompts.uid)))
 
 
 def empty_rollouts(

@@ -18,7 +18,7 @@ from jaxrl.sampling.requests import Request
 
 PREFILL_TOKENS = 4096  # tokens of one prefill call, padding included
 SMALLEST = 16  # least width of a prompt bucket and least capacity of a pool, tokens
-SMALLEST_BATCH = 8  # rows below which fewer save nothing
+LEAST_ROWS = 8  # rows below which fewer save nothing
 STORED = 2  # times as many samples' prompts are stored as there are rows: a prompt stays while one of its rows does
 
 
@@ -55,11 +55,11 @@ class Shapes:
 
     def prefill_rows(self, count: int) -> int:
         """Rows of a prefill call for ``count`` prompts."""
-        return self.prefill if self.fixed else least_part(self.prefill, count, 4)
+        return self.prefill if self.fixed else max(least_part(self.prefill, count, 4), min(self.prefill, LEAST_ROWS))
 
     def admit_rows(self, count: int) -> int:
         """Rows of an admission of ``count`` samples."""
-        return self.slots if self.fixed else least_part(self.slots, count, 4)
+        return self.slots if self.fixed else max(least_part(self.slots, count, 4), min(self.slots, LEAST_ROWS))
 
     def rows_for(self, busy: int, more: int, size: int, waiting: bool) -> int:
         """Rows that a pool should have: halvings of all slots; shrinks at a half, or while samples wait at a quarter."""
@@ -68,7 +68,7 @@ class Shapes:
         need = busy + more
         if not need:
             return size
-        least = max(least_part(self.slots, min(need, self.slots), 2), min(self.slots, SMALLEST_BATCH))
+        least = max(least_part(self.slots, min(need, self.slots), 2), min(self.slots, LEAST_ROWS))
         shrinks = self.compact and least * (4 if waiting else 2) <= size
         return least if least > size or shrinks else size
 

@@ -110,14 +110,20 @@ def placed(tree: T, mesh: Mesh | None) -> T:
     if mesh is None:
         return tree
 
-    def place(path: Any, x: Array) -> Array:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, where(tree, mesh))
+
+
+def where(tree: T, mesh: Mesh) -> T:
+    """The sharding of every array of slots or a store (or of their shapes)."""
+
+    def place(path: Any, x: Any) -> NamedSharding:
         names = [getattr(key, "name", None) for key in path]
         axes: tuple[str | None, ...] = ("rows",) + (None,) * (x.ndim - 1)
         if "cache" in names:
             axes = ("layers",) * (x.ndim - 4) + ("rows", "kv_heads", None, None)
         if "logits" in names:
             axes = ("rows", "vocab")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition(mesh, axes, x.shape)))
+        return NamedSharding(mesh, partition(mesh, axes, x.shape))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -170,7 +176,7 @@ def copy_rows(to: Cache, into: Int[Array, " R"], source: Cache, row: Int[Array, 
 
     def one(to: Array, source: Array, length: int) -> Array:
         width = min(to.shape[length], source.shape[length])
-        cut = [slice(None)] * to.ndim
+        cut: list[Any] = [slice(None)] * to.ndim
         cut[length] = slice(width)
         part = source[(*before, row)][tuple(cut)]
         cut[axis] = into

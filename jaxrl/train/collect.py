@@ -6,10 +6,9 @@ collected again and comes out the same.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,19 +19,18 @@ from jaxtyping import Array, Bool, Float, Key
 
 from jaxrl import keys
 from jaxrl.errors import UsageError
-from jaxrl.mesh import RULES, to_mesh
+from jaxrl.mesh import to_mesh
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.logps import token_logps
 from jaxrl.rewards import Verdict
 from jaxrl.rl.algorithms import Algorithm
-from jaxrl.sampling.generate import generate
+from jaxrl.sampling.requests import Engine
+from jaxrl.sampling.rollouts import sample
 from jaxrl.sampling.strategies import Greedy, Strategy, Temperature
 from jaxrl.train import grading
 from jaxrl.train.experiment import RolloutSpec
 from jaxrl.train.tasks import Task
-from jaxrl.types import STOP_NONE, Graded, Prompts, Rollouts, Rows
-
-PREFILTER_PARTS = 4  # sampling calls a step when a prefilter may empty some of them
+from jaxrl.types import Graded, Prompts, Rollouts, Rows
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,10 @@ class Collector:
         if spec.log_greedy or "greedy_correct" in needs:
             greedy_correct, spent = self._greedy(policy, prompts, root, step)
             kept = np.asarray(self.algorithm.prefilter(jnp.asarray(greedy_correct)))
-        rollouts = self.place(self._rollouts(policy, prompts, kept, root, step))
-        verdicts = grading.grade(self.task, prompts.uid, rollouts)
+        with grading.Grader(self.task, prompts.uid, spec.n) as grader:
+            drawn = self.sample(policy, prompts, spec.strategy, spec.n, root, step, np.flatnonzero(kept), grader)
+            verdicts = grader.finish()
+        rollouts = self.place(drawn)
         graded = Graded(
             rollouts=rollouts,
             uid=prompts.uid,
@@ -98,6 +98,42 @@ class Collector:
         shape = rows.tokens.shape
         return score_rows(model, rows.flat(), self.temperature, self.score_rows).reshape(shape)
 
+    @cached_property
+    def engine(self) -> Engine:
+        """What samples, laid out for a whole step, so that one with fewer prompts compiles nothing new."""
+        engine = self.spec.engine.build(self.mesh)
+        width = self.task.pools["train"].width
+        engine.reserve(prompts=self.spec.prompts, width=width, max_new=self.spec.max_new_tokens)
+        return engine
+
+    def sample(
+        self,
+        model: Decoder,
+        prompts: Prompts,
+        strategy: Strategy,
+        n: int,
+        root: Key[Array, ""],
+        step: int,
+        chosen: Sequence[int] | None = None,
+        grader: grading.Grader | None = None,
+    ) -> Rollouts:
+        """``n`` responses to each of the ``chosen`` prompts (default: all), on the host; graded as they end."""
+        self.engine.load(model, step)
+        drawn = sample(
+            self.engine,
+            prompts,
+            strategy,
+            n=n,
+            key=root,
+            max_new_tokens=self.spec.max_new_tokens,
+            stop_ids=self.task.stop_ids,
+            step=step,
+            chosen=chosen,
+            finished=None if grader is None else lambda p, g, s: grader.add(p, g, s.tokens, s.stop),
+        )
+        self.engine.sleep()
+        return drawn
+
     def correct(self, prompts: Prompts, rollouts: Rollouts) -> Bool[np.ndarray, "P G"]:
         """Which responses are correct."""
         return grading.correct(grading.grade(self.task, prompts.uid, rollouts))
@@ -105,46 +141,19 @@ class Collector:
     def _greedy(
         self, policy: Decoder, prompts: Prompts, root: Key[Array, ""], step: int
     ) -> tuple[Bool[np.ndarray, " P"], int]:
-        rollouts = _sample(self, policy, prompts, Greedy(), 1, keys.at(root, "greedy"), step)
+        rollouts = self.sample(policy, prompts, Greedy(), 1, keys.at(root, "greedy"), step)
         right = self.correct(prompts, rollouts)[:, 0]
         return right, int(np.asarray(rollouts.rows.response_length()).sum())
-
-    def _rollouts(
-        self, policy: Decoder, prompts: Prompts, kept: Bool[np.ndarray, " P"], root: Key[Array, ""], step: int
-    ) -> Rollouts:
-        """Rollouts of the kept prompts, in calls of one fixed shape; the others stay empty."""
-        spec, size = self.spec, prompts_a_call(self.spec, self.algorithm, self.mesh)
-        if size == spec.prompts and kept.all():
-            return _sample(self, policy, prompts, spec.strategy, spec.n, root, step)
-        out = _empty(prompts, spec.n, spec.max_new_tokens)
-        index = np.flatnonzero(kept)
-        for part in (index[i : i + size] for i in range(0, len(index), size)):
-            slots = np.resize(part, size)  # a short last call repeats its prompts; the copies are dropped
-            chosen = jax.tree.map(lambda x, s=slots: np.asarray(x)[s], prompts)
-            got = _sample(self, policy, chosen, spec.strategy, spec.n, root, step)
-            for whole, piece in zip(jax.tree.leaves(out), jax.tree.leaves(jax.device_get(got)), strict=True):
-                whole[part] = piece[: len(part)]
-        return out
 
     def _with_base_samples(
         self, graded: Graded, reference: Decoder | None, prompts: Prompts, root: Key[Array, ""], step: int
     ) -> tuple[Graded, int]:
         """Fresh samples of the base model on the step's prompts, at temperature 1 and untruncated."""
         count = self.algorithm.base_samples
-        base = _sample(self, reference, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
+        base = self.sample(reference, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
         right = self.correct(prompts, base)
         spent = int(np.asarray(base.rows.response_length()).sum())
         return replace(graded, base=base, base_correct=right), spent
-
-
-def prompts_a_call(spec: RolloutSpec, algorithm: Algorithm, mesh: Mesh | None = None) -> int:
-    """Prompts of one sampling call: all, ``chunk``, or where a prefilter may drop some a part, in whole mesh shares."""
-    if spec.chunk is not None:
-        return min(spec.chunk, spec.prompts)
-    if "greedy_correct" not in algorithm.needs:
-        return spec.prompts
-    split = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["rows"])
-    return min(spec.prompts, -(-spec.prompts // PREFILTER_PARTS // split) * split)
 
 
 def temperature_of(strategy: Strategy) -> float:
@@ -182,28 +191,3 @@ def in_passes(score: Callable[..., Any], model: Any, rows: Rows, temperature: fl
     parts = jax.tree.map(lambda x: x.reshape(at_once, passes, *x.shape[1:]).swapaxes(0, 1), rows)
     found = jax.lax.map(lambda part: score(model, part, temperature=temperature), parts)
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:n], found)
-
-
-def _sample(
-    c: Collector, model: Any, prompts: Prompts, strategy: Strategy, n: int, root: Key[Array, ""], step: int
-) -> Rollouts:
-    return generate(
-        model,
-        c.place(prompts),
-        strategy,
-        n=n,
-        key=root,
-        max_new_tokens=c.spec.max_new_tokens,
-        stop_ids=c.task.stop_ids,
-        step=step,
-    )
-
-
-def _empty(prompts: Prompts, n: int, max_new: int) -> Rollouts:
-    """Host arrays of rollouts without a response."""
-    p, width = np.shape(prompts.tokens)
-    tokens = np.zeros((p, n, width + max_new), np.int32)
-    tokens[:, :, :width] = np.asarray(prompts.tokens)[:, None]
-    length = np.repeat(np.asarray(prompts.length, np.int32)[:, None], n, axis=1)
-    logps = np.zeros(tokens.shape, np.float32)
-    return Rollouts(Rows(tokens, length, length.copy()), logps, np.full((p, n), STOP_NONE, np.int32))

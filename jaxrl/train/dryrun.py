@@ -20,8 +20,8 @@ from jaxrl.models.hf_folder import find_folder
 from jaxrl.rl.algorithms import prepare
 from jaxrl.rl.optimiser import make_optimiser
 from jaxrl.rl.update import update
-from jaxrl.sampling.generate import compile_generate
-from jaxrl.train.collect import prompts_a_call, temperature_of
+from jaxrl.sampling.ahead import compile_engine
+from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.setup import check_fit, check_start, check_vocabulary, total_updates
 from jaxrl.train.supervised import BASE_CONFIG
@@ -68,14 +68,16 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
         temperature=temperature_of(x.rollout.strategy),
         microbatch=x.optimiser.microbatch,
     ).compile()
-    sampler = compile_generate(
+    sampler = compile_engine(
         model,
-        prompts=prompts_a_call(x.rollout, x.algorithm, mesh),
+        x.rollout.engine,
+        prompts=x.rollout.prompts,
         width=task.pools["train"].width,
         n=x.rollout.n,
         max_new_tokens=x.rollout.max_new_tokens,
         stop_ids=task.stop_ids,
         strategy=x.rollout.strategy,
+        mesh=mesh,
     )
     size = sum(math.prod(a.shape) for a in jax.tree.leaves(model))
     return {
@@ -91,7 +93,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
             "updates": total_updates(x),
         },
         "update memory, MiB": memory(compiled),
-        "sampling memory, MiB": memory(sampler),
+        **{f"sampling memory ({name}), MiB": memory(program) for name, program in sampler.items()},
         "data": task.notes.get("data", []),
     }
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int, Key
 
@@ -18,14 +17,17 @@ from jaxrl.errors import UsageError, nearest
 from jaxrl.evaluation import passk
 from jaxrl.evaluation.exact import Exact, decompose, exact, exact_metrics
 from jaxrl.models.decoder import Decoder
-from jaxrl.sampling.generate import generate
+from jaxrl.rewards import Verdict
+from jaxrl.sampling.engine import SlotEngine
+from jaxrl.sampling.requests import Engine, Sample
+from jaxrl.sampling.rollouts import drawn
 from jaxrl.sampling.strategies import Strategy, Temperature, TopP
 from jaxrl.stats import Interval
 from jaxrl.train import grading
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import write_json, write_jsonl
 from jaxrl.train.tasks import Msa0Task, Task
-from jaxrl.types import STOP_NAMES, Rollouts
+from jaxrl.types import STOP_NAMES
 
 # Samplers by name: `full` is the policy itself, `yue` that of arXiv 2504.13837 and the SELF paper's evaluation.
 PRESETS: dict[str, Strategy] = {"full": Temperature(value=1.0), "yue": TopP(p=0.95, temperature=0.6)}
@@ -56,63 +58,48 @@ def sample_set(
     n: int,
     key: Key[Array, ""],
     max_new_tokens: int,
-    rows: int = 256,
+    engine: Engine | None = None,
     desc: str = "evaluation",
 ) -> Samples:
-    """``n`` graded responses to every prompt of a pool, about ``rows`` at once.
+    """``n`` responses to every prompt of a pool, graded while others are still being decoded.
 
-    The key of a sample depends on the prompt and its index alone, so raising ``n`` later only adds. Prompts of
-    a short last call are repeated and dropped again, so every call has one shape.
+    The key of a sample depends on the prompt and its index alone, so raising ``n`` later only adds. ``engine`` is
+    what samples (default: our own).
     """
-    at_once = min(n, rows)
-    group = max(1, min(len(pool), rows // at_once))
-    correct = np.zeros(len(pool), np.int64)
-    records: list[dict[str, Any]] = []
-    with Progress(len(pool) * n, desc, unit="sample") as bar:
-        for start in range(0, len(pool), group):
-            index = np.arange(start, min(start + group, len(pool)))
-            prompts = pool.select(np.resize(index, group))
-            for first in range(0, n, at_once):
-                rollouts = generate(
-                    model,
-                    prompts,
-                    strategy,
-                    n=at_once,
-                    key=key,
-                    max_new_tokens=max_new_tokens,
-                    stop_ids=task.stop_ids,
-                    first=first,
-                )
-                wanted = min(at_once, n - first)
-                found = _graded(task, pool, index, rollouts, first, wanted)
-                np.add.at(correct, [r.pop("position") for r in found], [r["correct"] for r in found])
-                records += found
-                bar.advance(len(index) * wanted)
-    return Samples(correct, n, records)
-
-
-def _graded(
-    task: Task, pool: PromptPool, index: np.ndarray, rollouts: Rollouts, first: int, wanted: int
-) -> list[dict[str, Any]]:
-    """One record a sample, of the first ``len(index)`` prompts and ``wanted`` samples of each."""
-    rollouts = jax.tree.map(lambda x: np.asarray(x)[: len(index), :wanted], rollouts)
-    uid = pool.uid[index]
-    return [
-        {
-            "position": int(index[p]),
-            "uid": int(uid[p]),
-            "sample": first + g,
-            "tokens": grading.response(rollouts.rows, p, g),
-            "text": task.text(grading.response(rollouts.rows, p, g)),
-            "verdict": verdict.status,
-            "correct": verdict.status == "correct",
-            "logp": float(rollouts.logps[p, g].sum()),
-            "stop": STOP_NAMES[rollouts.stop[p, g]],
-        }
-        for p, row in enumerate(grading.grade(task, uid, rollouts))
+    engine = engine or SlotEngine()
+    engine.load(model, 0)
+    uid = [int(u) for u in pool.uid]
+    options: dict[str, Any] = {"key": key, "max_new_tokens": max_new_tokens, "stop_ids": task.stop_ids}
+    held: dict[tuple[int, int], Sample] = {}
+    with Progress(len(pool) * n, desc, unit="sample") as bar, grading.Grader(task, uid, n) as grader:
+        for p, g, one in drawn(engine, pool.all(), strategy, n=n, **options):
+            held[p, g] = one
+            grader.add(p, g, one.tokens, one.stop)
+            bar.advance(1)
+        verdicts = grader.finish()
+    engine.sleep()
+    records = [
+        _record(task, uid[p], g, held[p, g], verdict)
+        for p, row in enumerate(verdicts)
         for g, verdict in enumerate(row)
         if verdict is not None
     ]
+    return Samples(grading.correct(verdicts).sum(axis=1), n, records)
+
+
+def _record(task: Task, uid: int, g: int, found: Sample, verdict: Verdict) -> dict[str, Any]:
+    """One sample as evaluation files keep it."""
+    tokens = found.tokens.tolist()
+    return {
+        "uid": uid,
+        "sample": g,
+        "tokens": tokens,
+        "text": task.text(tokens),
+        "verdict": verdict.status,
+        "correct": verdict.status == "correct",
+        "logp": float(np.sum(found.logps)),
+        "stop": STOP_NAMES[found.stop],
+    }
 
 
 def curve(samples: Samples, ks: Sequence[int]) -> dict[str, dict[str, float]]:

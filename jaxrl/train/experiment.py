@@ -16,6 +16,7 @@ from jaxrl.rewards.shaping import Binary, Reward
 from jaxrl.rewards.verdict import MathRule
 from jaxrl.rl.algorithms import Algorithm
 from jaxrl.rl.optimiser import Optimiser
+from jaxrl.sampling.engines import EngineSpec, SlotSpec
 from jaxrl.sampling.strategies import Strategy, Temperature
 
 
@@ -70,8 +71,7 @@ class ProblemsSpec:
 class RolloutSpec:
     """Sampling of a step: ``prompts`` x ``n`` responses of at most ``max_new_tokens``.
 
-    ``chunk`` bounds the prompts of one sampling call, None being all at once. ``log_every`` is the
-    number of steps between readable rollout logs. ``log_greedy`` decodes every prompt once more,
+    ``engine`` is what samples. ``log_every`` is the number of steps between readable rollout logs. ``log_greedy`` decodes every prompt once more,
     greedily, so that runs compare by greedy accuracy; a piece that needs it does so anyway.
     """
 
@@ -79,7 +79,7 @@ class RolloutSpec:
     n: int = 8
     max_new_tokens: int = 5
     strategy: Strategy = field(default_factory=Temperature)
-    chunk: int | None = None
+    engine: EngineSpec = field(default_factory=SlotSpec)
     log_every: int = 10
     log_greedy: bool = True
 
