@@ -292,9 +292,11 @@ def test_a_server_that_stays_away_is_an_error_that_names_what_is_missing(server,
 
 
 def test_an_error_comes_after_what_was_finished(engine, server):
-    server.faults.extend([lambda a: a, lambda a: 400])
+    go = threading.Event()
+    server.faults.extend([lambda a: a, lambda a: (go.wait(4), 400)[1]])
     stream = engine.stream(requests(), sampling())
     next(stream)
+    go.set()
     while any(thread.name == "jaxrl-remote" for thread in threading.enumerate()):
         time.sleep(0.005)  # until all else is answered
     assert len([next(stream) for _ in range(4)]) == 4
