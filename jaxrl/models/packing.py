@@ -19,16 +19,10 @@ def pack(rows: Rows, width: int | None = None) -> Packed:
     width = tokens.shape[1] if width is None else width
     if len(length) and length.max() > width:
         raise ValueError(f"width: row {int(length.argmax())} holds {length.max()} tokens, which exceed {width}")
-    used: list[int] = []
-    row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int32)
-    for i in np.argsort(-length, kind="stable"):
-        at = next((r for r, filled in enumerate(used) if filled + length[i] <= width), len(used))
-        if at == len(used):
-            used.append(0)
-        row[i], offset[i] = at, used[at]
-        used[at] += int(length[i])
-    out, position, segment = (np.full((len(used), width), fill, np.int32) for fill in (0, 0, -1))
-    number = np.zeros(len(used), np.int32)
+    row, offset = first_fit(length, width)
+    count = int(row.max()) + 1 if len(row) else 0
+    out, position, segment = (np.full((count, width), fill, np.int32) for fill in (0, 0, -1))
+    number = np.zeros(count, np.int32)
     for i in np.lexsort((offset, row)):
         place = (row[i], slice(offset[i], offset[i] + length[i]))
         out[place], position[place] = tokens[i, : length[i]], np.arange(length[i])
@@ -36,6 +30,29 @@ def pack(rows: Rows, width: int | None = None) -> Packed:
         number[row[i]] += 1
     arrays = (out, position, segment, row, offset, start.astype(np.int32), length.astype(np.int32))
     return Packed(*(jnp.asarray(x) for x in arrays))
+
+
+def first_fit(
+    length: Int[np.ndarray, " N"], width: int, most: int | None = None
+) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+    """Row and offset of each sequence: longest first, in the first row of ``width`` tokens with room.
+
+    ``most``: sequences a row at most. With ``most`` of at least ``width // m`` for sequences of at most m tokens
+    no more rows are used than if all had m.
+    """
+    used: list[int] = []
+    held: list[int] = []
+    row, offset = np.zeros(len(length), np.int32), np.zeros(len(length), np.int32)
+    limit = len(length) if most is None else most
+    for i in np.argsort(-length, kind="stable"):
+        size = int(length[i])
+        at = next((r for r, filled in enumerate(used) if filled + size <= width and held[r] < limit), len(used))
+        if at == len(used):
+            used.append(0)
+            held.append(0)
+        row[i], offset[i] = at, used[at]
+        used[at], held[at] = used[at] + size, held[at] + 1
+    return row, offset
 
 
 def slots(packed: Packed, width: int) -> Int[Array, "N W"]:

@@ -15,14 +15,27 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Several sequences in rows of ``width`` tokens, as many as fit: less padding for the same tokens.
+
+    ``width`` holds at least a prompt and a whole response.
+    """
+
+    width: int
+
+    def __post_init__(self) -> None:
+        within("optimiser.packing.width", self.width, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimiser:
     """What steps the parameters. Counts are in optimiser updates.
 
     ``schedule`` holds ``lr`` or decays it to ``final * lr`` at the last update; ``warmup`` updates
     ramp up linearly first, the first of them at ``lr / warmup`` (a zero step would waste a batch).
     ``weight_decay`` is decoupled (times lr) and acts on every parameter. ``clip`` bounds the global
-    gradient norm. ``microbatch``: rows a forward pass, None for all at once; it changes no number
-    beyond rounding.
+    gradient norm. ``microbatch``: rows a forward pass, None for all at once; ``packing``: rows hold several
+    sequences each (None: one, padded). Neither changes a number beyond rounding.
 
     Raises ``ValueError`` for unknown names and values out of range.
     """
@@ -39,6 +52,7 @@ class Optimiser:
     eps: float = 1e-8
     momentum: float = 0.0
     microbatch: int | None = None
+    packing: Packing | None = None
 
     def __post_init__(self) -> None:
         one_of("optimiser.type", self.type, TYPES)

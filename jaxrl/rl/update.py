@@ -7,7 +7,7 @@ gives the same gradient up to rounding. Jit with ``STATIC`` static and ``state``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxrl.mean import Mean
+from jaxrl.models.passes import Passes
 from jaxrl.models.scoring import REVERSE, Scorer
 from jaxrl.rl.losses import TokenLoss, weighted_sum
 from jaxrl.types import Batch, Term, TrainState, wide
@@ -32,19 +33,24 @@ def loss_and_grad(
     temperature: float,
     microbatch: int | None = None,
     score: Scorer = REVERSE,
+    layouts: Sequence[Passes] | None = None,
 ) -> tuple[Float[Array, " terms"], Any]:
     """The loss of each term (nats times weight) and the gradient of their sum.
 
     ``reference`` is the base model, or None when no term needs one; no gradient reaches it.
     ``temperature`` is the rollouts'. ``microbatch``: rows a forward and backward pass; the last
-    chunk is filled with a copy of row 0 at weight 0. ``score``: how log-probs are got. Gradients are summed
-    in at least float32 and come as a tree like ``model``.
+    chunk is filled with a copy of row 0 at weight 0. ``score``: how log-probs are got. ``layouts`` packs
+    every term's rows instead, in passes of its own. Gradients are summed in at least float32 and come as a tree
+    like ``model``.
     """
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), model)
     losses = []
-    for term in terms:
-        one = partial(_value_and_grad, model, term.loss, reference, temperature, score)
-        loss, grads = _term_grad(one, term.batch, grads, microbatch)
+    for i, term in enumerate(terms):
+        one = partial(_value_and_grad, model, term.loss, reference, temperature)
+        if layouts is None:
+            loss, grads = _term_grad(partial(one, score), term.batch, grads, microbatch)
+        else:
+            loss, grads = _packed_grad(one, term.batch, grads, layouts[i])
         losses.append(loss)
     return jnp.stack(losses), grads
 
@@ -58,6 +64,7 @@ def update(
     temperature: float,
     microbatch: int | None = None,
     score: Scorer = REVERSE,
+    layouts: Sequence[Passes] | None = None,
 ) -> tuple[TrainState, dict[str, Mean]]:
     """One optimiser step on ``terms``. ``state.step`` counts rollout batches and is left to the loop.
 
@@ -66,7 +73,7 @@ def update(
     ``optim/param_changed``, the share of parameters whose stored value changed at all.
     """
     losses, grads = loss_and_grad(
-        state.model, terms, reference, temperature=temperature, microbatch=microbatch, score=score
+        state.model, terms, reference, temperature=temperature, microbatch=microbatch, score=score, layouts=layouts
     )
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies Python scalars into every dtype
         steps, opt_state = tx.update(grads, state.opt_state, state.model)
@@ -92,6 +99,21 @@ def _term_grad(
     if microbatch is None or microbatch >= n:
         return add(start, batch)[0]
     return jax.lax.scan(add, start, _chunks(batch, microbatch))[0]
+
+
+def _packed_grad(
+    one: Callable[[Scorer, Batch], tuple[Array, Any]], batch: Batch, grads: Any, passes: Passes
+) -> tuple[Float[Array, ""], Any]:
+    """As ``_term_grad``, from packed rows. How many passes run is data: no derivative goes through this loop."""
+
+    def add(i: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        part = passes[i]
+        some = part.select(batch)
+        some = dataclasses.replace(some, weight=jnp.where(part.live[:, None], some.weight, 0))
+        return _added(carry, one(part, some))
+
+    start = (jnp.zeros((), wide(batch.weight.dtype)), grads)
+    return jax.lax.fori_loop(0, passes.count, add, start)
 
 
 def _added(total: tuple[Array, Any], more: tuple[Array, Any]) -> tuple[Array, Any]:
