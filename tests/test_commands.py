@@ -178,7 +178,8 @@ def test_a_dry_run_tells_shapes_and_memory_and_takes_no_step(monkeypatch, tmp_pa
     assert said["shapes"]["row width"] == 10
     assert said["shapes"]["terms"] == ["clip"]
     assert said["model"]["parameters"] == 26_016
-    assert all(said[f"{what} memory, MiB"]["arguments"] > 0 for what in ("update", "sampling"))
+    parts = ("update", "sampling (prefill)", "sampling (decode)")
+    assert all(said[f"{what} memory, MiB"]["arguments"] > 0 for what in parts)
     assert list(tmp_path.iterdir()) == []
 
 

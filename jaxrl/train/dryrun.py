@@ -17,12 +17,14 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import abstract_model, param_axes
 from jaxrl.models.hf_config import read_config
 from jaxrl.models.hf_folder import find_folder
+from jaxrl.models.scoring import Reverse
 from jaxrl.rl.algorithms import prepare
 from jaxrl.rl.optimiser import make_optimiser
-from jaxrl.rl.update import update
+from jaxrl.rl.update import STATIC, update
 from jaxrl.sampling.ahead import compile_engine
 from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
+from jaxrl.train.packed import abstract_layouts, check_packing
 from jaxrl.train.setup import check_fit, check_start, check_vocabulary, total_updates
 from jaxrl.train.supervised import BASE_CONFIG
 from jaxrl.train.tasks import Task, make_task
@@ -49,6 +51,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     config = model_config(x.model, task)
     check_vocabulary(task, config)
     check_fit(x, task, config)
+    check_packing(x.optimiser, task.pools["train"].width + x.rollout.max_new_tokens, mesh)
     model = abstract_model(config)
     place = shardings(mesh, param_axes(config), model)
     model = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), model, place)
@@ -59,7 +62,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     state = TrainState(_array((), jnp.int32), model, opt_state, jax.eval_shape(lambda: keys.root(0)))
     minibatches = on_mesh(mesh, jax.eval_shape(lambda g: prepare(x.algorithm, g), abstract_graded(x, task)))
     reference = model if x.algorithm.needs & {"reference_model", "ref_logps", "base_samples"} else None
-    step = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
+    step = jax.jit(update, static_argnames=STATIC, donate_argnums=0)
     compiled = step.lower(
         state,
         minibatches[0],
@@ -67,6 +70,8 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
         tx=tx,
         temperature=temperature_of(x.rollout.strategy),
         microbatch=x.optimiser.microbatch,
+        score=Reverse(responses=x.rollout.max_new_tokens),
+        layouts=abstract_layouts(minibatches[0], x.optimiser, task.pools["train"].width, mesh),
     ).compile()
     sampler = compile_engine(
         model,
@@ -93,7 +98,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
             "updates": total_updates(x),
         },
         "update memory, MiB": memory(compiled),
-        **{f"sampling memory ({name}), MiB": memory(program) for name, program in sampler.items()},
+        **{f"sampling ({name}) memory, MiB": memory(program) for name, program in sampler.items()},
         "data": task.notes.get("data", []),
     }
 
