@@ -17,6 +17,7 @@ from jaxrl.models import attention, decoder
 from jaxrl.models.attention import choose_decode, choose_rows, decode_attention, merge, prefix_attention, row_attention
 from jaxrl.models.decoder import abstract_model, hidden, with_config
 from jaxrl.models.layers import attention as plain
+from jaxrl.models.ragged import ragged_attention, tile_at
 
 E, SLOTS = 8, 12
 SLOW = pytest.mark.slow
@@ -113,9 +114,17 @@ def test_decoding_in_half_precision_accumulates_in_float32(name, interpreted):
     np.testing.assert_allclose(found[0], exact[0], rtol=0, atol=2e-2)
 
 
-def test_the_kernel_reads_no_tile_that_holds_nothing_to_see():
-    from jaxrl.models.ragged import ragged_attention
+def test_a_row_fetches_the_tiles_with_something_to_see_and_no_other():
+    for low, high in ((0, 4), (4, 12), (9, 16), (5, 6), (0, 16)):
+        at = [int(tile_at(j, np.int32(low), np.int32(high), 4)) for j in range(4)]
+        seen = [j for j in range(4) if 4 * j < high and 4 * (j + 1) > low]
+        assert sorted(set(at)) == seen  # a tile that is there already is not fetched again
+        assert [at[j] for j in seen] == seen
+        assert at == sorted(at)
+    assert {int(tile_at(j, np.int32(0), np.int32(0), 4)) for j in range(4)} == {0}
 
+
+def test_what_lies_in_tiles_with_nothing_to_see_changes_nothing():
     q, k, v = cached(4, 2, rows=3, slots=16)
     length, first = jnp.asarray([4, 12, 16], jnp.int32), jnp.asarray([0, 4, 9], jnp.int32)
     spoilt = np.arange(4)[None, :] * 4  # tiles of 4 slots

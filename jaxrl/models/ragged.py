@@ -57,7 +57,7 @@ def ragged_attention(
     sums = pl.BlockSpec((1, groups, rows, LANES), lambda b, j, *_: (b, 0, 0, 0))
 
     def here(b: Any, j: Any, first: Any, length: Any) -> Any:
-        return jnp.clip(j, *_ends(first[b], length[b], tile))
+        return tile_at(j, first[b], length[b], tile)
 
     out, lse = pl.pallas_call(
         partial(_kernel, tile=tile, groups=groups),
@@ -87,11 +87,14 @@ def ragged_attention(
     return out[:, :, :repeat].reshape(batch, heads, e), lse[:, :, :repeat, 0].reshape(batch, heads)
 
 
-def _ends(first: Any, length: Any, tile: int) -> tuple[Any, Any]:
-    """The first and last tile with something to see; both tile 0 where there is nothing."""
+def tile_at(j: Any, first: Any, length: Any, tile: int) -> Any:
+    """The tile that step ``j`` of a row works on: ``j`` where it has something to see, else the nearest that has.
+
+    Tile 0 where the row sees nothing.
+    """
     # lax.div, not //: nothing here is negative, and the rule for signs asks the device what it is, also ahead of time
     low, high = (jax.lax.div(jnp.maximum(x, 0), jnp.int32(tile)) for x in (first, length - 1))
-    return jnp.minimum(low, high), high
+    return jnp.clip(j, jnp.minimum(low, high), high)
 
 
 def _kernel(
