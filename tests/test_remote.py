@@ -6,14 +6,16 @@ import json
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_cases import PLAIN, some_model, table_model
+from model_cases import PLAIN, table_model
 from safetensors.numpy import load_file
 from stub_server import StubServer, choice
 
 from jaxrl import keys
 from jaxrl.errors import JaxrlError
+from jaxrl.models.decoder import build, param_shapes
 from jaxrl.sampling.client import Backoff, Client, Lost, insist
 from jaxrl.sampling.completions import BadAnswer, drawn_by, sample_seed
 from jaxrl.sampling.export import export
@@ -122,7 +124,9 @@ def test_load_writes_whole_folders_and_the_server_follows(engine, server, tmp_pa
 
 
 def test_a_tied_model_is_written_with_a_head_of_its_own(tmp_path):
-    model = some_model(PLAIN)
+    rng = np.random.default_rng(0)
+    leaves = {name: rng.normal(size=shape).astype(np.float32) for name, shape in param_shapes(PLAIN).items()}
+    model = build(PLAIN, {name: jnp.asarray(x) for name, x in leaves.items()})
     folder = export(model, tmp_path, 3, "float32")
     tensors = load_file(folder / "model.safetensors")
     np.testing.assert_array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
