@@ -1,6 +1,10 @@
 """The slot engine: whatever its layout, it draws what a plain batch draws."""
 
 import dataclasses
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +156,47 @@ def test_on_a_mesh_tokens_are_the_same_in_double_precision(double, plain, shape,
     mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
     sharded = shard_tree(mesh, param_axes(double.config), double)
     assert_equal(by_engine(sharded, SlotSpec(slots=8, chunk=4, share=share), mesh=mesh), plain, 1e-12)
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
+import numpy as np
+from test_engine import CONFIG, by_engine
+from jaxrl import keys
+from jaxrl.mesh import make_mesh, shard_tree, to_host
+from jaxrl.models.decoder import init_model, param_axes
+from jaxrl.sampling.engine import SlotSpec
+model = to_host(init_model(CONFIG, keys.root(1)))
+mesh = make_mesh(2, 2, 1)
+out = by_engine(shard_tree(mesh, param_axes(CONFIG), model), SlotSpec(slots=8, chunk=4), mesh=mesh)
+np.savez(sys.argv[2] + sys.argv[1], *jax.tree.leaves(out))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_draw_what_one_draws(model, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    here = pathlib.Path(__file__).parent
+    env = {"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROCESS.replace("{port}", str(port))]
+    children = [
+        subprocess.Popen([*command, str(i), str(tmp_path / "r")], env=env, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for child in children:
+        _, said = child.communicate(timeout=300)
+        assert child.returncode == 0, said[-3000:]
+    one = at_once(model)
+    for i in range(2):
+        with np.load(tmp_path / f"r{i}.npz") as file:
+            got = jax.tree.unflatten(jax.tree.structure(one), [file[name] for name in file.files])
+        assert assert_same_up_to_near_ties(model, WARM, one, got, key=KEY, uids=UIDS) >= 0.8
 
 
 # ---- streams
