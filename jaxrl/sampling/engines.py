@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from jaxrl.sampling.engine import SlotSpec
+from jax.sharding import Mesh
 
-EngineSpec = SlotSpec
-ENGINES: dict[str, type[EngineSpec]] = {"slots": SlotSpec}
+from jaxrl.sampling.engine import SlotEngine, SlotSpec
+from jaxrl.sampling.remote import RemoteSpec
+
+EngineSpec = SlotSpec | RemoteSpec
+ENGINES: dict[str, type[EngineSpec]] = {"slots": SlotSpec, "server": RemoteSpec}
+
+
+def own_engine(spec: EngineSpec, mesh: Mesh | None = None) -> SlotEngine:
+    """The engine of this process: as ``spec`` lays it out, or with the defaults where ``spec`` names a server."""
+    return (spec if isinstance(spec, SlotSpec) else SlotSpec()).build(mesh)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key
 
 from jaxrl.mesh import to_host
 from jaxrl.sampling.requests import Engine, Request, Sample, Sampling
-from jaxrl.sampling.strategies import Strategy
+from jaxrl.sampling.strategies import Greedy, Strategy, Temperature
 from jaxrl.types import STOP_NONE, Prompts, Rollouts, Rows
 
 
@@ -31,7 +31,7 @@ def drawn(
     """Samples ``first .. first + n - 1`` of each prompt as they end: (prompt, sample - first, the sample).
 
     ``chosen`` are the prompts to sample (default: all); no two may share a uid. Raises ``ValueError`` for what the
-    engine refuses, and when a sample comes without log-probabilities.
+    engine refuses, and when a sample comes without log-probabilities of the distribution that was sampled.
     """
     tokens, length, uid = _host(prompts)
     at = range(len(uid)) if chosen is None else [int(p) for p in chosen]
@@ -40,6 +40,12 @@ def drawn(
     for found in engine.stream(requests, Sampling(strategy, tuple(stop_ids), key, step)):
         if found.logps is None:
             raise ValueError(f"the engine gave no log-probabilities for sample {found.index} of prompt {found.uid}")
+        if not found.processed and not isinstance(strategy, Greedy) and strategy != Temperature(value=1.0):
+            raise ValueError(
+                f"the engine's log-probabilities are of the policy itself, not of the distribution that {strategy} "
+                "samples from, so they cannot be compared with the trainer's; start a vLLM server with "
+                "--logprobs-mode processed_logprobs, or sample at temperature 1"
+            )
         yield place[found.uid], found.index - first, found
 
 

@@ -22,6 +22,7 @@ from jaxrl.rl.algorithms import prepare
 from jaxrl.rl.optimiser import make_optimiser
 from jaxrl.rl.update import STATIC, update
 from jaxrl.sampling.ahead import compile_engine
+from jaxrl.sampling.engines import own_engine
 from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.packed import abstract_layouts, check_packing
@@ -75,7 +76,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
     ).compile()
     sampler = compile_engine(
         model,
-        x.rollout.engine,
+        own_engine(x.rollout.engine).spec,
         prompts=x.rollout.prompts,
         width=task.pools["train"].width,
         n=x.rollout.n,

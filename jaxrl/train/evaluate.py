@@ -97,7 +97,7 @@ def _record(task: Task, uid: int, g: int, found: Sample, verdict: Verdict) -> di
         "text": task.text(tokens),
         "verdict": verdict.status,
         "correct": verdict.status == "correct",
-        "logp": float(np.sum(found.logps)),
+        "logp": float(np.asarray(found.logps).sum()),
         "stop": STOP_NAMES[found.stop],
     }
 
@@ -171,6 +171,7 @@ def evaluate_samples(
     max_new_tokens: int,
     out: pathlib.Path,
     label: str,
+    engine: Engine | None = None,
 ) -> dict[str, float]:
     """Sample one set under each preset; write samples and summary; return the values as metrics."""
     metrics: dict[str, float] = {}
@@ -183,6 +184,7 @@ def evaluate_samples(
             n=n,
             key=keys.at(key, "eval", name),
             max_new_tokens=max_new_tokens,
+            engine=engine,
             desc=f"{name} {which}",
         )
         table = curve(samples, ks)
