@@ -29,6 +29,7 @@ class StubServer:
         self.port, self.room, self.obeys, self.labels = 0, 512, True, True
         self.questions: list[dict[str, Any]] = []  # that asked for samples
         self.calls: list[str] = []  # other paths
+        self.authorised: set[str | None] = set()
         self.faults: deque[Fault] = deque()
         self.lie: Fault | None = None
         self._http: ThreadingHTTPServer | None = None
@@ -44,9 +45,11 @@ class StubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Listen, with the weights of nobody: as a server that was restarted."""
+    def start(self, folder: str | None = None) -> None:
+        """Listen, with the weights of nobody or of a folder: as a server that was restarted."""
         self.scores, self.label = np.zeros((self.vocab, self.vocab)), NEVER_LOADED
+        if folder is not None:
+            self.load(folder)
         self.dead = threading.Event()
         handler = type("Handler", (_Handler,), {"stub": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
@@ -116,6 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         stub = self.stub
+        stub.authorised.add(self.headers.get("Authorization"))
         text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = json.loads(text) if text else {}
         if self.path == "/v1/completions":

@@ -352,6 +352,28 @@ def test_the_server_can_be_told_by_a_command_or_a_function(server, tmp_path):
         engine_for(server, tmp_path, reload_command=("sh", "-c", "echo no >&2; exit 3")).load(V0, 4)
 
 
+def test_a_reload_that_restarts_the_server_is_run_once(server, tmp_path):
+    told = []
+
+    def restart(folder, version):
+        told.append(version)
+        server.stop()
+        threading.Timer(0.15, server.start, (folder,)).start()
+
+    engine = engine_for(server, tmp_path, reload=restart, patience=5.0)
+    engine.load(V0, 0)
+    assert told == [0]
+    assert {s.version for s in engine.stream(requests(), sampling())} == {0}
+
+
+def test_the_key_of_the_server_is_sent_and_must_be_set(server, tmp_path, monkeypatch):
+    with pytest.raises(JaxrlError, match="the environment variable ROLLOUT_KEY is not set"):
+        engine_for(server, tmp_path, key_variable="ROLLOUT_KEY")
+    monkeypatch.setenv("ROLLOUT_KEY", "secret")
+    engine_for(server, tmp_path, key_variable="ROLLOUT_KEY").load(V0, 0)
+    assert server.authorised == {"Bearer secret"}
+
+
 def test_sleep_does_nothing_where_the_server_cannot_and_a_stream_needs_parameters(engine, server):
     engine.sleep()
     assert "sleep" not in engine.caps

@@ -105,7 +105,8 @@ class RemoteEngine:
         self._weights: Weights | None = None
         self._vocab_size, self._room = 0, None
         self._written: list[int] = []
-        self._gate, self._doubt = Gate(), False
+        self._gate, self._checking, self._counting = Gate(), threading.Lock(), threading.Lock()
+        self._breaks = self._seen = 0  # connections that broke, and how many had when the server was last seen to
         self._asleep, self._can_sleep = False, True
 
     @property
@@ -128,6 +129,9 @@ class RemoteEngine:
         """Write a version without telling the server, which may be started from it. All processes call this."""
         return export(params, self.folder, version, self.spec.dtype)
 
+    def reserve(self, *, prompts: int, width: int, max_new: int) -> None:
+        """Nothing: a server takes whatever comes."""
+
     def load(self, params: Decoder, version: int) -> None:
         """Export the parameters, have the server use them, and see that it does. All processes call this.
 
@@ -146,11 +150,13 @@ class RemoteEngine:
         )
         with self._gate.alone():
             if is_main():
-                self._insist(lambda: self._take(server, weights))
+                self._insist(lambda: self._tell(server, weights))
+                self._insist(lambda: server.check(weights))  # by itself: a command that restarts it is run once
             if process_count() > 1:
                 multihost_utils.sync_global_devices(f"jaxrl-remote-{version}")
             room = self._insist(server.room)
-            self._server, self._weights, self.version, self._doubt = server, weights, version, False
+            self._server, self._weights, self.version = server, weights, version
+            self._seen = self._breaks
             limit, own = params.config.vocab_limit, params.config.max_positions
             self._vocab_size, self._room = limit or params.config.vocab_size, min(own, room or own)
         self._find_processed(params, probe)
@@ -190,10 +196,15 @@ class RemoteEngine:
         So a server that was restarted gets the weights back. Raises ``WrongVersion`` where that does not help, and
         ``Lost`` where the server does not answer.
         """
-        with self._gate.alone():
-            if self._doubt or not only_in_doubt:
-                self._confirm()
-                self._doubt = False
+        with self._checking:
+            breaks = self._breaks
+            if only_in_doubt and not self.in_doubt:
+                return
+            try:
+                self.still_served()
+            except WrongVersion:
+                self._repair()
+            self._seen = breaks
 
     def ask(
         self, client: Client, asked: Asked, body: dict[str, Any], stop_ids: Sequence[int], *, plain: bool = False
@@ -207,40 +218,43 @@ class RemoteEngine:
             try:
                 content = client.post(PATH, body)
             except Lost as error:
-                self._doubt |= error.broken
+                with self._counting:
+                    self._breaks += error.broken
                 raise
         found = read_answer(content, asked, stop_ids, self._vocab_size)
         return Sample(asked.uid, asked.index, found.tokens, found.logps, found.stop, version, processed)
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a connection broke since the served version was last seen."""
-        return self._doubt
+        """Whether a connection broke since the served version was last seen to."""
+        return self._breaks != self._seen
 
     def still_served(self) -> None:
-        """Raise ``WrongVersion`` unless the server serves the version loaded; a lost server is no matter here."""
+        """Raise ``WrongVersion`` unless the server serves the version loaded, ``Lost`` where it does not answer."""
+        with self._gate.among():
+            server, weights = self._loaded()
+            server.verify(weights)
+
+    def _loaded(self) -> tuple[Server, Weights]:
+        if self._server is None or self._weights is None:
+            raise RuntimeError("the server was given no parameters: call load")
+        return self._server, self._weights
+
+    def _repair(self) -> None:
         with self._gate.alone():
-            assert self._server is not None
-            assert self._weights is not None
+            server, weights = self._loaded()
             try:
-                self._server.verify(self._weights)
-            except Lost:
-                self._doubt = True
+                server.verify(weights)  # again: a `load` may have come between
+            except WrongVersion as error:
+                warnings.warn(f"{error}; version {self.version} is loaded again", stacklevel=2)
+                server.tell(weights)
+                server.check(weights)
 
-    def _confirm(self) -> None:
-        assert self._server is not None
-        assert self._weights is not None
-        try:
-            self._server.verify(self._weights)
-        except WrongVersion as error:
-            warnings.warn(f"{error}; version {self.version} is loaded again", stacklevel=2)
-            self._server.take(self._weights)
-
-    def _take(self, server: Server, weights: Weights) -> None:
+    def _tell(self, server: Server, weights: Weights) -> None:
         if self._asleep:
             server.wake()
             self._asleep = False
-        server.take(weights)
+        server.tell(weights)
 
     def _insist(self, ask: Callable[[], T]) -> T:
         try:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,8 @@ class RemoteStream:
                     yield from self._finished(threads)
                     raise self._failure(got, total)
                 yield self._handed(got)
-            self.engine.still_served()
+            with suppress(Lost):  # nothing is missing any more
+                self.engine.still_served()
         finally:
             self._stop()
 

@@ -67,15 +67,13 @@ class Server:
             raise Refused(f"{self.client.url} serves {', '.join(map(str, models))}, and no model {self.model!r}", 404)
         return models.get(self.model, {}).get("max_model_len")
 
-    def take(self, weights: Weights) -> None:
-        """Have the server load ``weights``, and see that it did.
-
-        Raises ``WrongVersion`` with both numbers, ``Refused`` where it will not, ``Lost`` where it does not answer.
-        """
-        before = self._last
+    def tell(self, weights: Weights) -> None:
+        """Have the server load ``weights``. Raises ``Refused`` where it will not, ``Lost`` where it does not answer."""
         self.reload(weights.folder, weights.version)
-        self._optional(lambda: self.client.post("/update_weight_version", {"new_version": weights.label}))
-        answer = self.verify(weights)
+
+    def check(self, weights: Weights) -> None:
+        """See that it loaded what it was told to, and label that. Raises ``WrongVersion`` with both numbers."""
+        answer, before = self._probe(weights), self._last
         if before is not None and before[0].label != weights.label:
             moved = float(np.abs(weights.expected - before[0].expected).mean())
             if moved > MOVED and np.array_equal(answer, before[1]):
@@ -84,16 +82,20 @@ class Server:
                     f"moved by {moved:.4f} nats a token, the server's by 0.0000: it still serves version "
                     f"{before[0].version}"
                 )
+        self._optional(lambda: self.client.post("/update_weight_version", {"new_version": weights.label}))
         self._last = (weights, answer)
 
-    def verify(self, weights: Weights) -> Float[np.ndarray, " m"]:
-        """The server's log-probabilities of the probe, in nats. Raises ``WrongVersion`` where they are not ours."""
+    def verify(self, weights: Weights) -> None:
+        """Raise ``WrongVersion`` unless the server still serves weights that were checked."""
         kept = self._optional(lambda: self.client.get("/weight_info"))
         if isinstance(kept, dict) and kept.get("weight_version") not in (None, weights.label):
             raise WrongVersion(
                 f"{self.client.url}: serves weights {kept['weight_version']!r}, expected {weights.label!r}: it was "
                 "restarted, or something else gives it weights"
             )
+        self._probe(weights)
+
+    def _probe(self, weights: Weights) -> Float[np.ndarray, " m"]:
         answer = read_probe(self.client.post(PATH, probe_question(self.model, self.probe)), self.probe)
         gap = float(np.abs(answer - weights.expected).mean())
         if not gap <= self.tolerance:
