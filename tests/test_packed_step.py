@@ -8,14 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rl_cases import PROMPT, b8, quick_jit, scored, tiny_model
+from train_world import SELF, experiment, lines, use_devices
 
+import jaxrl
+from jaxrl.errors import UsageError
 from jaxrl.mesh import make_mesh, shard_tree, to_mesh
 from jaxrl.models.decoder import param_axes, with_config
 from jaxrl.models.passes import packed_logps, plan_passes
 from jaxrl.models.scoring import REVERSE
 from jaxrl.rl.algorithms import Algorithm, prepare
+from jaxrl.rl.optimiser import Optimiser, Packing
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.update import loss_and_grad
+from jaxrl.train.dryrun import dry_run
+from jaxrl.train.packed import check_packing
 from jaxrl.types import Rows
 
 GRADIENT = quick_jit(loss_and_grad, static_argnames=("temperature", "microbatch"))
@@ -193,3 +199,30 @@ def test_prompts_of_the_cases_have_another_length_than_their_rows():
     assert PROMPT == 2
     assert int(how.rows.index.shape[2]) > 1
     assert int((how.rows.segment > 0).sum()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [None, 2])
+def test_a_run_on_packed_rows_has_the_numbers_of_one_on_padded_rows(monkeypatch, tmp_path, microbatch):
+    """Rollouts, filters, base samples, scores and updates of three steps, and the shapes that a dry run compiles."""
+    use_devices(monkeypatch, 2)
+    found = []
+    for packing in (None, Packing(width=32)):
+        # SGD: at step 0 the forward KL's gradient is rounding alone, which Adam would blow up
+        optimiser = Optimiser(type="sgd", lr=0.1, microbatch=microbatch, packing=packing)
+        x = experiment(SELF, steps=3, optimiser=optimiser)
+        found.append(lines(jaxrl.train(x, out=tmp_path / str(packing), quiet=True), "train"))
+        assert dry_run(x)["update memory, MiB"]["temporary"] > 0
+    for padded, packed in zip(*found, strict=True):
+        assert padded.keys() == packed.keys()
+        for name in padded.keys() - {"kind", "time", "cost/seconds", "optim/param_changed"}:
+            assert packed[name] == pytest.approx(padded[name], rel=1e-3, abs=1e-5), name
+
+
+def test_packing_that_does_not_fit_the_run_is_refused_before_anything_is_sampled():
+    mesh = make_mesh(data=4, fsdp=2, tensor=1)
+    with pytest.raises(UsageError, match=r"optimiser.packing.width: .* up to 40 tokens, which do not fit into 32"):
+        check_packing(Optimiser(lr=1e-3, packing=Packing(width=32)), 40, mesh)
+    with pytest.raises(UsageError, match=r"optimiser.microbatch: 12 packed rows .* 8 devices .* multiple of 8"):
+        check_packing(Optimiser(lr=1e-3, packing=Packing(width=64), microbatch=12), 40, mesh)
+    check_packing(Optimiser(lr=1e-3, microbatch=12), 40, mesh)  # padded rows may be any number

@@ -8,6 +8,7 @@ scores them from packed ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ class PackedRows(ByBlocks):
 
         return jax.vmap(one)(values.reshape(self.place.shape), self.place).reshape(rows.tokens.shape)
 
-    def select(self, tree: Array) -> Array:
+    def select(self, tree: Any) -> Any:
         """Those rows of arrays ``[N ...]`` that the pass holds, ``[R * K ...]``; any row where there is none."""
         at = jnp.maximum(self.index.reshape(-1), 0)
         return jax.tree.map(lambda x: x[at], tree)

@@ -143,6 +143,16 @@ class Reverse(ByBlocks):
         return jnp.where(rows.mask(), jnp.where(covered, found, jnp.nan), 0)
 
 
+@dataclass(frozen=True)
+class WithEntropy:
+    """``score.scores`` as a function that compares by what it does, for where functions are static."""
+
+    score: Scorer
+
+    def __call__(self, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0) -> tuple[Array, Array]:
+        return self.score.scores(model, rows, temperature=temperature)
+
+
 FORWARD = Forward()
 REVERSE = Reverse()
 

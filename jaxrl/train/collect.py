@@ -21,14 +21,18 @@ from jaxrl import keys
 from jaxrl.errors import UsageError
 from jaxrl.mesh import to_mesh
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.logps import token_logps
+from jaxrl.models.passes import packed_logps
+from jaxrl.models.scoring import REVERSE, Reverse, Scorer
 from jaxrl.rewards import Verdict
 from jaxrl.rl.algorithms import Algorithm
+from jaxrl.rl.optimiser import Packing
+from jaxrl.sampling.engines import own_engine
 from jaxrl.sampling.requests import Engine
 from jaxrl.sampling.rollouts import sample
 from jaxrl.sampling.strategies import Greedy, Strategy, Temperature
 from jaxrl.train import grading
 from jaxrl.train.experiment import RolloutSpec
+from jaxrl.train.packed import layout
 from jaxrl.train.tasks import Task
 from jaxrl.types import Graded, Prompts, Rollouts, Rows
 
@@ -44,7 +48,10 @@ class Collected:
 
 @dataclass(frozen=True)
 class Collector:
-    """How a run collects. ``score_rows`` bounds the rows of one scoring pass; on a ``mesh`` rows are split over it."""
+    """How a run collects.
+
+    ``score_rows`` bounds the rows of one scoring pass, which ``packing`` packs; on a ``mesh`` rows are split over it.
+    """
 
     task: Task
     algorithm: Algorithm
@@ -52,22 +59,30 @@ class Collector:
     reward: Callable[[Verdict], float]
     score_rows: int | None = None
     mesh: Mesh | None = None
+    packing: Packing | None = None
 
     @property
     def temperature(self) -> float:
         return temperature_of(self.spec.strategy)
+
+    @property
+    def scorer(self) -> Scorer:
+        """How rows are scored that this collector made: at as many positions as a response may have."""
+        return Reverse(responses=self.spec.max_new_tokens)
 
     def __call__(self, policy: Decoder, reference: Decoder | None, root: Key[Array, ""], step: int) -> Collected:
         """Collect step ``step`` with the current policy; ``reference`` where a piece needs it."""
         spec, needs = self.spec, self.algorithm.needs
         prompts = self.task.pools["train"].take(root, step, spec.prompts)
         kept, greedy_correct, spent = np.ones(spec.prompts, bool), None, 0
+        self.engine.load(policy, step)
         if spec.log_greedy or "greedy_correct" in needs:
-            greedy_correct, spent = self._greedy(policy, prompts, root, step)
+            greedy_correct, spent = self._greedy(prompts, root, step)
             kept = np.asarray(self.algorithm.prefilter(jnp.asarray(greedy_correct)))
         with grading.Grader(self.task, prompts.uid, spec.n) as grader:
-            drawn = self.sample(policy, prompts, spec.strategy, spec.n, root, step, np.flatnonzero(kept), grader)
+            drawn = self.sample(self.engine, prompts, spec.strategy, spec.n, root, step, np.flatnonzero(kept), grader)
             verdicts = grader.finish()
+        self.engine.sleep()
         rollouts = self.place(drawn)
         graded = Graded(
             rollouts=rollouts,
@@ -95,20 +110,28 @@ class Collector:
 
     def score(self, model: Decoder | None, rows: Rows) -> Float[Array, "P G L"]:
         """Log-probabilities of rollouts under a model, at the rollouts' temperature."""
-        shape = rows.tokens.shape
-        return score_rows(model, rows.flat(), self.temperature, self.score_rows).reshape(shape)
+        shape, flat = rows.tokens.shape, rows.flat()
+        if self.packing is None:
+            return score_rows(model, flat, self.temperature, self.score_rows, self.scorer).reshape(shape)
+        passes = layout(flat, None, self.packing, self.score_rows, self.mesh)
+        return _packed_logps(model, flat, passes, temperature=self.temperature).reshape(shape)
 
     @cached_property
     def engine(self) -> Engine:
-        """What samples, laid out for a whole step, so that one with fewer prompts compiles nothing new."""
+        """What samples the policy, laid out for a whole step, so that one with fewer prompts compiles nothing new."""
         engine = self.spec.engine.build(self.mesh)
         width = self.task.pools["train"].width
         engine.reserve(prompts=self.spec.prompts, width=width, max_new=self.spec.max_new_tokens)
         return engine
 
+    @cached_property
+    def base_engine(self) -> Engine:
+        """What samples the base: a server keeps the policy."""
+        return self.engine if "in_process" in self.engine.caps else own_engine(self.spec.engine, self.mesh)
+
     def sample(
         self,
-        model: Decoder,
+        engine: Engine,
         prompts: Prompts,
         strategy: Strategy,
         n: int,
@@ -118,9 +141,8 @@ class Collector:
         grader: grading.Grader | None = None,
     ) -> Rollouts:
         """``n`` responses to each of the ``chosen`` prompts (default: all), on the host; graded as they end."""
-        self.engine.load(model, step)
-        drawn = sample(
-            self.engine,
+        return sample(
+            engine,
             prompts,
             strategy,
             n=n,
@@ -131,17 +153,13 @@ class Collector:
             chosen=chosen,
             finished=None if grader is None else lambda p, g, s: grader.add(p, g, s.tokens, s.stop),
         )
-        self.engine.sleep()
-        return drawn
 
     def correct(self, prompts: Prompts, rollouts: Rollouts) -> Bool[np.ndarray, "P G"]:
         """Which responses are correct."""
         return grading.correct(grading.grade(self.task, prompts.uid, rollouts))
 
-    def _greedy(
-        self, policy: Decoder, prompts: Prompts, root: Key[Array, ""], step: int
-    ) -> tuple[Bool[np.ndarray, " P"], int]:
-        rollouts = self.sample(policy, prompts, Greedy(), 1, keys.at(root, "greedy"), step)
+    def _greedy(self, prompts: Prompts, root: Key[Array, ""], step: int) -> tuple[Bool[np.ndarray, " P"], int]:
+        rollouts = self.sample(self.engine, prompts, Greedy(), 1, keys.at(root, "greedy"), step)
         right = self.correct(prompts, rollouts)[:, 0]
         return right, int(np.asarray(rollouts.rows.response_length()).sum())
 
@@ -150,7 +168,9 @@ class Collector:
     ) -> tuple[Graded, int]:
         """Fresh samples of the base model on the step's prompts, at temperature 1 and untruncated."""
         count = self.algorithm.base_samples
-        base = self.sample(reference, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
+        self.base_engine.load(reference, step)
+        base = self.sample(self.base_engine, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
+        self.base_engine.sleep()
         right = self.correct(prompts, base)
         spent = int(np.asarray(base.rows.response_length()).sum())
         return replace(graded, base=base, base_correct=right), spent
@@ -170,9 +190,14 @@ def temperature_of(strategy: Strategy) -> float:
     )
 
 
-def score_rows(model: Any, rows: Rows, temperature: float = 1.0, at_once: int | None = None) -> Float[Array, "N L"]:
-    """``token_logps`` of ``[N L]`` rows in passes of ``at_once`` rows."""
-    return in_passes(token_logps, model, rows, temperature, at_once=at_once)
+_packed_logps = jax.jit(packed_logps)
+
+
+def score_rows(
+    model: Any, rows: Rows, temperature: float = 1.0, at_once: int | None = None, score: Scorer = REVERSE
+) -> Float[Array, "N L"]:
+    """Log-probs of the tokens of ``[N L]`` rows in passes of ``at_once`` rows, nats; 0 off the response."""
+    return in_passes(score, model, rows, temperature, at_once=at_once)
 
 
 @partial(jax.jit, static_argnames=("score", "at_once"))

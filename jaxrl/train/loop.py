@@ -27,7 +27,8 @@ from jaxrl.models.decoder import Decoder
 from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
 from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_mismatch
 from jaxrl.rl.optimiser import learning_rate
-from jaxrl.rl.update import update
+from jaxrl.rl.update import STATIC, update
+from jaxrl.sampling.engines import own_engine
 from jaxrl.train import grading, pending
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.checkpoint import Checkpoints
@@ -36,6 +37,7 @@ from jaxrl.train.evaluate import evaluate_exact, evaluate_samples
 from jaxrl.train.experiment import Experiment
 from jaxrl.train.folder import CONFIG, check_held, describe_run, note_data, open_folder, summarise
 from jaxrl.train.observe import BatchView, Observer
+from jaxrl.train.packed import term_layouts
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
 from jaxrl.train.setup import Setup, set_up, total_updates
@@ -43,7 +45,7 @@ from jaxrl.train.tasks import Msa0Task
 from jaxrl.types import STOP_NAMES, STOP_NONE, Graded, Term, TrainState
 
 _rate = jax.jit(learning_rate, static_argnums=0, static_argnames="total")
-_update = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
+_update = jax.jit(update, static_argnames=STATIC, donate_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -125,7 +127,13 @@ class Run:
         self.reference, self.tx = setup.reference, setup.tx
         optimiser, rollout = experiment.optimiser, experiment.rollout
         self.collector = Collector(
-            setup.task, experiment.algorithm, rollout, experiment.reward, optimiser.microbatch, setup.mesh
+            setup.task,
+            experiment.algorithm,
+            rollout,
+            experiment.reward,
+            optimiser.microbatch,
+            setup.mesh,
+            optimiser.packing,
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
         state = setup.first_state()
@@ -166,7 +174,9 @@ class Run:
         collected = self.collect(step)
         minibatches, keep, acts = _prepare(self.x.algorithm, collected.graded)
         scorer = self.state.model if self.observer.observes(step) else None
-        view = BatchView.of(scorer, minibatches, self.collector.temperature, self.x.optimiser.microbatch)
+        view = BatchView.of(
+            scorer, minibatches, self.collector.temperature, self.x.optimiser.microbatch, self.collector.scorer
+        )
         self.observer.before(step, self.state, view)
         metrics, updates = self.update(minibatches, np.asarray(acts))
         metrics |= view.metrics(self.state.model)
@@ -201,10 +211,10 @@ class Run:
         """All optimiser steps of one rollout batch, and their number. Metrics of several add up as means."""
         algorithm, optimiser = self.x.algorithm, self.x.optimiser
         totals: dict[str, Mean] = {}
+        acting = [terms for terms, act in zip(minibatches, acts, strict=True) if act]
+        layouts = [term_layouts(terms, optimiser, self.collector.mesh) for terms in acting]
         for _ in range(algorithm.epochs):
-            for terms, act in zip(minibatches, acts, strict=True):
-                if not act:
-                    continue
+            for terms, packed in zip(acting, layouts, strict=True):
                 self.state, metrics = _update(
                     self.state,
                     terms,
@@ -212,6 +222,8 @@ class Run:
                     tx=self.tx,
                     temperature=self.collector.temperature,
                     microbatch=optimiser.microbatch,
+                    score=self.collector.scorer,
+                    layouts=packed,
                 )
                 totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
         return dict(totals), int(acts.sum()) * algorithm.epochs
@@ -305,6 +317,7 @@ class Run:
                     max_new_tokens=self.x.rollout.max_new_tokens,
                     out=self.folder,
                     label=f"-{step:06d}",
+                    engine=own_engine(self.x.rollout.engine, self.collector.mesh),
                 )
         if metrics:
             self.log.write(step, "eval", metrics)

@@ -25,7 +25,7 @@ from jaxrl.influence.probe import build_probe, load_probe, save_probe, scope_mas
 from jaxrl.influence.structure import structure
 from jaxrl.mean import Mean
 from jaxrl.models.decoder import Decoder
-from jaxrl.models.logps import token_scores
+from jaxrl.models.scoring import REVERSE, Scorer, WithEntropy
 from jaxrl.rl.losses import TokenLoss
 from jaxrl.rl.metrics import clip_violations
 from jaxrl.sampling.generate import generate
@@ -54,18 +54,24 @@ class BatchView:
     at_once: int | None
     before: Float[Array, "N L"] | None
     entropy: Float[Array, "N L"] | None
+    score: Scorer = REVERSE
 
     @classmethod
     def of(
-        cls, model: Decoder | None, minibatches: tuple[tuple[Term, ...], ...], temperature: float, at_once: int | None
+        cls,
+        model: Decoder | None,
+        minibatches: tuple[tuple[Term, ...], ...],
+        temperature: float,
+        at_once: int | None,
+        score: Scorer = REVERSE,
     ) -> BatchView:
         """Join the mini-batches' first terms and score them with ``model``, if one is given."""
         policy = [terms[0] for terms in minibatches]
         batch = policy[0].batch
         if len(policy) > 1:
             batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
-        before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once)
-        return cls(batch, policy[0].loss, temperature, at_once, before, entropy)
+        before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once, score)
+        return cls(batch, policy[0].loss, temperature, at_once, before, entropy, score)
 
     def metrics(self, model: Decoder) -> dict[str, Mean]:
         """Clip violations (A23 a, b) before and after the step, and the sampled policy's entropy (A18).
@@ -74,7 +80,7 @@ class BatchView:
         """
         if self.before is None:
             return {}
-        after, _ = scored(model, self.batch.rows, self.temperature, self.at_once)
+        after, _ = scored(model, self.batch.rows, self.temperature, self.at_once, self.score)
         return _batch_metrics(self.batch, self.before, after, self.entropy, *self.loss.clip_range)
 
 
@@ -91,10 +97,10 @@ def _batch_metrics(
 
 
 def scored(
-    model: Decoder, rows: Rows, temperature: float, at_once: int | None
+    model: Decoder, rows: Rows, temperature: float, at_once: int | None, score: Scorer = REVERSE
 ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
     """Log-probabilities and entropies of ``[N L]`` rows, ``at_once`` rows a pass."""
-    return in_passes(token_scores, model, rows, temperature, at_once=at_once)
+    return in_passes(WithEntropy(score), model, rows, temperature, at_once=at_once)
 
 
 class Observer:

@@ -26,6 +26,7 @@ from jaxrl.rewards.shaping import try_reward
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
+from jaxrl.train.packed import check_packing
 from jaxrl.train.supervised import BASE_CONFIG, train_base
 from jaxrl.train.tasks import Msa0Task, Task, base_seed, make_task
 from jaxrl.types import TrainState
@@ -80,6 +81,8 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
     task = make_task(experiment, root)
     try:
         check_start(experiment, task, base)
+        width = task.pools["train"].width + experiment.rollout.max_new_tokens
+        check_packing(experiment.optimiser, width, mesh)
         base = place(_base(experiment, task, mesh, root, out, base), experiment.model, task, mesh)
         check_fit(experiment, task, base.config)
     except BaseException:
