@@ -104,6 +104,18 @@ def test_decoding_equals_plain_sums_and_a_row_that_sees_nothing_gives_zero(name,
         assert_parts_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["xla", "jax", pytest.param("pallas", marks=SLOW)])
+def test_a_length_beyond_the_cache_is_the_whole_cache(name, interpreted):
+    q, k, v = cached(*HEADS[0])
+    whole = decode_oracle(*map(np.asarray, (q, k, v)), LENGTH * 0 + SLOTS, FIRST * 0)
+    given = None if name == "jax" else FIRST * 0
+    assert_parts_equal(decode(q, k, v, LENGTH * 0 + SLOTS + 5, first=given, implementation=name), whole)
+    if name != "jax":
+        beyond = decode(q, k, v, LENGTH * 0 + SLOTS + 5, first=FIRST * 0 + SLOTS + 3, implementation=name)
+        assert np.isneginf(beyond[1]).all()
+        assert not np.asarray(beyond[0]).any()
+
+
 @pytest.mark.parametrize("name", ["xla", pytest.param("pallas", marks=SLOW)])
 def test_decoding_in_half_precision_accumulates_in_float32(name, interpreted):
     q, k, v = cached(6, 2, dtype=jnp.bfloat16)

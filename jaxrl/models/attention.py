@@ -206,6 +206,7 @@ def decode_attention(
     if name == "xla":
         out, lse = prefix_attention(q[:, None], k, v, length, first=None if first is None else first[:, None])
         return out[:, 0], lse[:, 0]
+    length = jnp.minimum(length, v.shape[2])  # kernels read what they are told to
     if name in ("cudnn", "jax"):
         return _fused_decode(q, k, v, length, first, name)
     from jaxrl.models.ragged import ragged_attention
