@@ -12,9 +12,17 @@ from tolerances import SAME
 
 from jaxrl.influence.gradients import one_gradient, predicted_change, scores
 from jaxrl.influence.kernels import gradient_kernel
-from jaxrl.mesh import make_mesh, to_mesh
+from jaxrl.mesh import make_mesh, partition, to_mesh
 from jaxrl.models import attention, decoder
-from jaxrl.models.attention import choose_decode, choose_rows, decode_attention, merge, prefix_attention, row_attention
+from jaxrl.models.attention import (
+    choose_decode,
+    choose_rows,
+    decode_attention,
+    merge,
+    prefix_attention,
+    row_attention,
+    write_token,
+)
 from jaxrl.models.decoder import abstract_model, hidden, with_config
 from jaxrl.models.layers import attention as plain
 from jaxrl.models.ragged import ragged_attention, tile_at
@@ -195,6 +203,35 @@ def test_rows_that_see_nothing_have_gradients_that_are_numbers():
     value, grads = jax.jit(jax.value_and_grad(lambda *qkv: jnp.sum(plain(*qkv, seen)[1]), (0, 1, 2)))(q, k, v)
     assert value == 0
     assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["xla", "pallas"])
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 2), marks=SLOW)])
+def test_tokens_are_written_at_their_slots_of_their_layer_and_read_there(name, mesh, interpreted):
+    depth, rows, groups, slots, layer = 3, 4, 2, 256, 1
+    new_k, new_v = normal(0, rows, groups, E), normal(1, rows, groups, E)
+    k, v = normal(2, depth, rows, groups, E, slots), normal(3, depth, rows, groups, slots, E)
+    slot = np.array([0, 130, 255, 256], np.int32)  # the last lies outside and is dropped
+    expected_k, expected_v = np.array(k), np.array(v)
+    for b in range(3):
+        expected_k[layer, b, :, :, slot[b]], expected_v[layer, b, :, slot[b]] = new_k[b], new_v[b]
+
+    @jax.jit
+    def step(q, new_k, new_v, k, v, slot):
+        k, v = write_token(new_k, new_v, k, v, slot, layer=layer, implementation=name)
+        return k, v, decode_attention(q, k, v, slot + 1, layer=layer, implementation=name)
+
+    given = normal(4, rows, 4, E), new_k, new_v, k, v, slot
+    if mesh is not None:
+        place = [("rows", "heads"), *[("rows", "kv_heads")] * 2, *[(None, "rows", "kv_heads")] * 2, ("rows",)]
+        given = [to_mesh(make_mesh(*mesh), x, axes) for x, axes in zip(given, place, strict=True)]
+    found_k, found_v, found = step(*given)
+    assert np.array_equal(found_k, expected_k)
+    assert np.array_equal(found_v, expected_v)
+    alone = decode_oracle(np.asarray(given[0]), expected_k[layer], expected_v[layer], slot + 1, slot * 0)
+    assert_parts_equal(found, alone)
+    if mesh is not None and name == "pallas":
+        assert found_k.sharding.spec == jax.sharding.PartitionSpec(None, ("data", "fsdp"), "tensor")
 
 
 # ---------------------------------------------------------------- whole rows
@@ -444,13 +481,13 @@ def test_tpu_kernels_compile_for_a_tpu_that_is_not_there():
     from jaxrl.plan import topology_mesh
 
     mesh = topology_mesh("v5e:2x2", data=1, fsdp=2, tensor=2)
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    def array(*shape, dtype=jnp.bfloat16, axes=()):
+        split = partition(mesh, (*axes, *(None,) * (len(shape) - len(axes))), shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, split))
 
-    def compiled(f, *args):
-        return jax.jit(f).lower(*args).compile().as_text()
+    def compiled(f, *args, **options):
+        return jax.jit(f, **options).lower(*args).compile()
 
     rows = array(4, 200, 4, 64), array(4, 200, 2, 64), array(4, 200, 2, 64), array(4, 200, dtype=jnp.int32)
 
@@ -458,7 +495,25 @@ def test_tpu_kernels_compile_for_a_tpu_that_is_not_there():
         out = row_attention(q, k, v, segments=segments, window=100)  # auto: the arrays say where they are
         return jnp.sum(out.astype(jnp.float32))
 
-    text = compiled(jax.grad(loss, (0, 1, 2)), *rows)
+    text = compiled(jax.grad(loss, (0, 1, 2)), *rows).as_text()
     assert text.count("tpu_custom_call") >= 3  # forward, and backward for the queries and for keys and values
     one = array(8, 4, 64), array(8, 2, 64, 640), array(8, 2, 640, 64), array(8, dtype=jnp.int32)
-    assert "tpu_custom_call" in compiled(decode_attention, *one)
+    assert "tpu_custom_call" in compiled(decode_attention, *one).as_text()
+
+    def layers(q, new_k, new_v, k, v, slot):
+        def one(layer, carry):
+            q, k, v = carry
+            k, v = write_token(new_k, new_v, k, v, slot, layer=layer)
+            return decode_attention(q, k, v, slot + 1, layer=layer)[0].astype(q.dtype), k, v
+
+        return jax.lax.fori_loop(0, 8, one, (q, k, v))
+
+    one = array(8, 4, 128), array(8, 2, 128), array(8, 2, 128)
+    axes = (None, "rows", "kv_heads")
+    cache = array(8, 8, 2, 128, 1024, axes=axes), array(8, 8, 2, 1024, 128, axes=axes)
+    program = compiled(layers, *one, *cache, array(8, dtype=jnp.int32), donate_argnums=(3, 4))
+    held = program.memory_analysis()
+    assert program.as_text().count("tpu_custom_call") == 2
+    held_by_one = 2 * 2 * 8 * 8 * 2 * 1024 * 128 // 4  # bytes of both caches on one of four devices
+    assert held.alias_size_in_bytes == held_by_one  # they stay where they are,
+    assert held.temp_size_in_bytes < held_by_one // 32  # and no part of a layer is copied

@@ -178,6 +178,7 @@ def _on_mesh(run: Callable[..., Any], axes: Sequence[Any], out_axes: Sequence[An
     split = partition(mesh, axes[1], shapes[1])  # query heads are split only where key-value heads can be
     heads = "kv_heads" in axes[1] and split[axes[1].index("kv_heads")] is not None
     kept = [tuple(None if not heads and a in ("heads", "kv_heads") else a for a in names) for names in axes]
+    kept += [(None,)] * (len(arrays) - len(kept))  # the number of a layer
     specs = [partition(mesh, names, shape) for names, shape in zip(kept, shapes, strict=True)]
     place = dict(zip(kept[0], specs[0], strict=True))
     results = tuple(jax.sharding.PartitionSpec(*(place.get(a) for a in names)) for names in out_axes)
@@ -187,14 +188,15 @@ def _on_mesh(run: Callable[..., Any], axes: Sequence[Any], out_axes: Sequence[An
 
 def decode_attention(
     q: Float[Array, "B h e"],
-    k: Float[Array, "B K e S"],
-    v: Float[Array, "B K S e"],
+    k: Float[Array, "*D B K e S"],
+    v: Float[Array, "*D B K S e"],
     length: Int[Array, " B"],
     *,
     first: Int[Array, " B"] | None = None,
+    layer: Int[Array, ""] | int | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "B h e"], Float[Array, "B h"]]:
-    """One query a row against the row's cache: slots ``first <= s < length`` (first: 0).
+    """One query a row against the row's cache: slots ``first <= s < length`` (first: 0), of ``layer`` where stacked.
 
     Returns the output and the log-sum-exp of the scores (nats), both in at least float32: scores, softmax and sums
     are accumulated there (of ``cudnn`` and ``jax`` the output has q's rounding). A row that sees nothing gives 0 and
@@ -202,19 +204,58 @@ def decode_attention(
 
     Raises ``ValueError`` for a name that is none and for what the implementation named cannot do.
     """
-    name = choose_decode(implementation, q.dtype, v.shape[2], platform_of(q)).name
+    name = choose_decode(implementation, q.dtype, v.shape[-2], platform_of(q)).name
+    if name == "pallas":
+        from jaxrl.models.ragged import ragged_attention
+
+        first = jnp.zeros_like(length) if first is None else first
+        axes = [("rows", "heads", None), *_cache_axes(layer), ("rows",), ("rows",)]
+        length = jnp.minimum(length, v.shape[-2])  # the kernel reads what it is told to
+        run = partial(ragged_attention, interpret=INTERPRET)
+        return _on_mesh(run, axes, [axes[0], axes[0][:2]], q, k, v, length, first, *_number(layer))
+    if layer is not None:
+        k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k, v))
     if name == "xla":
         out, lse = prefix_attention(q[:, None], k, v, length, first=None if first is None else first[:, None])
         return out[:, 0], lse[:, 0]
-    length = jnp.minimum(length, v.shape[2])  # kernels read what they are told to
-    if name in ("cudnn", "jax"):
-        return _fused_decode(q, k, v, length, first, name)
-    from jaxrl.models.ragged import ragged_attention
+    return _fused_decode(q, k, v, jnp.minimum(length, v.shape[2]), first, name)
 
-    first = jnp.zeros_like(length) if first is None else first
-    run = partial(ragged_attention, interpret=INTERPRET)
-    axes = [("rows", "heads", None), *[("rows", "kv_heads", None, None)] * 2, ("rows",), ("rows",)]
-    return _on_mesh(run, axes, [axes[0], axes[0][:2]], q, k, v, length, first)
+
+def write_token(
+    new_k: Float[Array, "B K e"],
+    new_v: Float[Array, "B K e"],
+    k: Float[Array, "*D B K e S"],
+    v: Float[Array, "*D B K S e"],
+    slot: Int[Array, " B"],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "*D B K e S"], Float[Array, "*D B K S e"]]:
+    """The caches with one token a row at its slot, of ``layer`` where stacked; a slot outside is dropped.
+
+    Belongs to ``decode_attention`` of the same ``implementation``: see ``ragged``.
+    """
+    name = choose_decode(implementation, new_k.dtype, v.shape[-2], platform_of(new_k)).name
+    if name == "pallas":
+        from jaxrl.models import ragged
+
+        axes = [*[("rows", "kv_heads", None)] * 2, *_cache_axes(layer), ("rows",)]
+        run = partial(ragged.write_token, interpret=INTERPRET)
+        return _on_mesh(run, axes, axes[2:4], new_k, new_v, k, v, slot, *_number(layer))
+    at = (jnp.arange(slot.shape[0]),) if layer is None else (layer, jnp.arange(slot.shape[0]))
+    every = slice(None)
+    return (
+        k.at[(*at, every, every, slot)].set(new_k, mode="drop", unique_indices=True),
+        v.at[(*at, every, slot)].set(new_v, mode="drop", unique_indices=True),
+    )
+
+
+def _cache_axes(layer: Any) -> list[tuple[str | None, ...]]:
+    return [(*(() if layer is None else (None,)), "rows", "kv_heads", None, None)] * 2
+
+
+def _number(layer: Any) -> tuple[Array, ...]:
+    return () if layer is None else (jnp.asarray(layer, jnp.int32).reshape(1),)
 
 
 def _fused_decode(q: Array, k: Array, v: Array, length: Array, first: Array | None, name: str) -> tuple[Array, Array]:
