@@ -262,16 +262,11 @@ def test_a_server_that_dies_and_comes_back_costs_only_what_was_unfinished(server
     engine.load(V0, 0)
     want = named(engine.stream(requests(), sampling()))
     server.questions.clear()
-    dies = threading.Event()
-
-    def die(answer):
-        dies.set()
-        server.dead.wait(3)
-
-    server.faults.extend([lambda a: a] * 2 + [die] * 2)
+    server.faults.extend([lambda a: a] * 2 + [lambda a: (server.dead.wait(4), None)[1]] * 2)
     stream = engine.stream(requests(), sampling())
     got = [next(stream), next(stream)]
-    assert dies.wait(3)
+    while len(server.questions) < 4:
+        time.sleep(0.005)
     server.stop()
     threading.Timer(0.15, server.start).start()  # it comes back with the weights of nobody
     with pytest.warns(UserWarning, match="version 0 is loaded again"):
@@ -282,6 +277,26 @@ def test_a_server_that_dies_and_comes_back_costs_only_what_was_unfinished(server
     asked = [(q["prompt"][-1], q["seed"]) for q in server.questions]
     assert len(asked) == 8  # six, and twice the two that were lost
     assert {asked.count(x) for x in asked[:2]} == {1}
+    assert not engine.in_doubt
+
+
+def test_a_server_lost_after_the_last_sample_is_no_error(engine, server):
+    stream = engine.stream(requests(), sampling())
+    assert len([next(stream) for _ in range(6)]) == 6
+    server.stop()
+    assert list(stream) == []
+
+
+def test_a_stream_that_is_given_up_leaves_no_question_behind(engine, server):
+    server.faults.extend([lambda a: a] + [lambda a: server.dead.wait(20)] * 9)
+    stream = engine.stream(requests(), sampling())
+    next(stream)
+    stream.close()
+    working = [thread for thread in threading.enumerate() if thread.name == "jaxrl-remote"]
+    until = time.monotonic() + 3  # a question may take 5 s
+    for thread in working:
+        thread.join(max(0, until - time.monotonic()))
+    assert not any(thread.is_alive() for thread in working)
 
 
 def test_a_server_that_stays_away_is_an_error_that_names_what_is_missing(server, tmp_path):

@@ -120,7 +120,8 @@ class Client:
         connection = self._connection(seconds)
         name = f"{method} {self.url}{path}"
         try:
-            with self._lock:
+            connection.connect()
+            with self._lock:  # from here on `close` breaks it
                 if self._closed:
                     raise Lost(f"{name}: given up")
                 self._open.add(connection)
