@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from jaxrl.models.logps import token_logps
     from jaxrl.rewards.math import MathRule, Verdict, verify_math
     from jaxrl.rl.algorithms import ALGORITHMS
+    from jaxrl.sampling.engine import SlotEngine, SlotSpec
     from jaxrl.sampling.generate import generate
-    from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
+    from jaxrl.sampling.requests import Request, Sampling
+    from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopKTopP, TopP
     from jaxrl.train.entry import train
     from jaxrl.types import Kernel, Prompts, Rollouts, Rows
 
@@ -32,10 +34,15 @@ _MODULES = {
     "MathRule": "jaxrl.rewards.math",
     "ModelConfig": "jaxrl.models.config",
     "Prompts": "jaxrl.types",
+    "Request": "jaxrl.sampling.requests",
     "Rollouts": "jaxrl.types",
     "Rows": "jaxrl.types",
+    "Sampling": "jaxrl.sampling.requests",
+    "SlotEngine": "jaxrl.sampling.engine",
+    "SlotSpec": "jaxrl.sampling.engine",
     "Temperature": "jaxrl.sampling.strategies",
     "TopK": "jaxrl.sampling.strategies",
+    "TopKTopP": "jaxrl.sampling.strategies",
     "TopP": "jaxrl.sampling.strategies",
     "Verdict": "jaxrl.rewards.math",
     "generate": "jaxrl.sampling.generate",
@@ -60,10 +67,15 @@ __all__ = [
     "MathRule",
     "ModelConfig",
     "Prompts",
+    "Request",
     "Rollouts",
     "Rows",
+    "Sampling",
+    "SlotEngine",
+    "SlotSpec",
     "Temperature",
     "TopK",
+    "TopKTopP",
     "TopP",
     "Verdict",
     "generate",
