@@ -238,7 +238,7 @@ def test_speeds_are_tokens_a_cpu_second_and_seconds_over_our_own():
     assert "dead peer" not in rows
     assert rows["fast peer"]["CPU-seconds"] == {"value": 4, "low": 4, "high": 8}
     assert rows["fast peer"]["tokens/CPU-second"] == 25
-    assert rows["fast peer"]["over streamed"] == {"value": 2, "low": 4 / 6, "high": 2}
+    assert rows["fast peer"]["ratio"] == {"value": 2, "low": 4 / 6, "high": 2}
     assert rows["fast peer"]["differs by"] == 2e-6
 
 

@@ -13,7 +13,7 @@ from jaxrl.bench.cases import ONE_THREAD, one_thread, own_cases
 from jaxrl.bench.compare import Case
 from jaxrl.bench.environments import PEERS, peers_of
 from jaxrl.bench.peers.batches import static_batches, useful
-from jaxrl.bench.peers.given import checked, counted, split
+from jaxrl.bench.peers.given import checked, counted, parts, split
 from jaxrl.bench.rollout import LOGITS, OWN, rollout
 from jaxrl.bench.roofline import decode_seconds, multiplied, peak, rollout_seconds, step_seconds
 from jaxrl.bench.step import LOSSES, SETTINGS, step
@@ -104,6 +104,12 @@ def test_rows_are_split_into_prompts_and_completions(model):
     losses = iter([1.0, 2.0, 3.0])
     assert checked(lambda: next(losses), given) == [[1.0, 2.0]]
     assert counted(lambda: next(losses), given)() == mask.sum()
+    given["config"]["microbatch"] = 4
+    assert parts(given, "TRL GRPOTrainer, micro-batches") == [slice(0, 4), slice(4, 8)]
+    assert parts(given, "TRL GRPOTrainer") == [slice(0, 8)]
+    given["config"]["microbatch"] = 3
+    with pytest.raises(ValueError, match="8 rows do not split into micro-batches of 3"):
+        parts(given, "TRL GRPOTrainer, micro-batches")
     with pytest.raises(ValueError, match="prompts of one length"):
         split(given | {"start": np.arange(8)})
 
@@ -217,14 +223,15 @@ def test_the_checked_logits_are_of_the_last_position_without_the_last_id(model):
 
 
 @pytest.mark.slow
-def test_micro_batches_take_the_same_steps(model):
+def test_micro_batches_and_packed_rows_take_the_same_steps(model):
     given = world(TINY.step["ragged"].arrays(model), n=4, pad=23, checked=3, microbatch=3, **SETTINGS)
     losses = []
-    for name in (own_step.OURS, own_step.MICRO):
+    for name in (own_step.WHOLE, own_step.MICRO, own_step.OURS):
         call = own_step.case(name, given, TINY.model.model())
         losses.append([call() for _ in range(3)])
     assert len(set(losses[0])) == 3  # the optimiser moves
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
 
 def test_the_loss_is_the_mean_over_responses_of_their_means(model):
@@ -280,8 +287,8 @@ def test_peers_that_compute_something_else_are_left_out(stand_ins, subject, name
     assert title == f"{subject.__name__} {name}"
     assert "slow" in rows
     assert not {"another", "short"} & set(rows)
-    assert rows["jaxrl"]["over jaxrl"]["value"] == 1
-    assert rows["slow"]["over jaxrl"]["value"] == 2
+    assert rows[next(iter(rows))]["ratio"]["value"] == 1
+    assert rows["slow"]["ratio"]["value"] == 2
     assert len(report.failed) == 2
     assert f"{title}: another: {reason}: it differs by 0.01" in report.failed[0]
     assert "short: a call should have made" in report.failed[1]
@@ -332,4 +339,4 @@ def test_the_quick_subjects_run_and_their_peers_agree(subject, cases):
     for rows in report.tables.values():
         assert [row["case"] for row in rows][-len(named) or len(rows) :] == named
         assert all(row["tokens/CPU-second"] > 0 for row in rows)
-        assert rows[0]["over jaxrl"] == {"value": 1, "low": 1, "high": 1}
+        assert rows[0]["ratio"] == {"value": 1, "low": 1, "high": 1}

@@ -75,14 +75,14 @@ PEERS = {
     ),
     "trl": Peer(
         name="trl",
-        work={"step": Work("trl_step.py", ("TRL GRPOTrainer",))},
+        work={"step": Work("trl_step.py", ("TRL GRPOTrainer", "TRL GRPOTrainer, micro-batches"))},
         pins=(*TRANSFORMERS, "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
     ),
     "tunix": Peer(
         name="tunix",
         work={
             "rollout": Work("tunix_sampler.py", ("Tunix Sampler",)),
-            "step": Work("tunix_learner.py", ("Tunix GRPOLearner",)),
+            "step": Work("tunix_learner.py", ("Tunix GRPOLearner", "Tunix GRPOLearner, micro-batches")),
         },
         pins=(
             "google-tunix==0.1.7",

@@ -10,19 +10,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.bench.own_rollout import versions
 from jaxrl.bench.peers.protocol import read_job, serve
 from jaxrl.bench.workloads import root
 from jaxrl.models.decoder import Decoder, with_config
 from jaxrl.models.hf import load_model
+from jaxrl.models.scoring import Reverse
 from jaxrl.rl.losses import Clip
-from jaxrl.rl.optimiser import Optimiser, make_optimiser
-from jaxrl.rl.update import update
+from jaxrl.rl.optimiser import Optimiser, Packing, make_optimiser
+from jaxrl.rl.update import STATIC, update
+from jaxrl.train.packed import term_layouts
 from jaxrl.types import Batch, Rows, Term, TrainState
 
-OURS = "jaxrl"
-MICRO = "jaxrl, micro-batches"
+OURS = "jaxrl, packed rows in micro-batches"
+MICRO = "jaxrl, padded rows in micro-batches"
+WHOLE = "jaxrl, padded rows at once"
 World = Mapping[str, Any]
 
 
@@ -35,19 +39,36 @@ def batch(world: World) -> Batch:
     return Batch(rows=rows, advantage=advantage, old_logps=jnp.asarray(world["old_logps"]), weight=weight)
 
 
+def optimiser(name: str, world: World) -> Optimiser:
+    """What a case asks of the training loop; packed rows are as wide as the given ones."""
+    config, width = world["config"], world["tokens"].shape[1]
+    return Optimiser(
+        lr=config["lr"],
+        clip=config["clip"],
+        microbatch=None if name == WHOLE else config["microbatch"],
+        packing=Packing(width=width) if name == OURS else None,
+    )
+
+
 def case(name: str, world: World, model: Decoder) -> Callable[[], float]:
-    """A call that takes one step, to its end, and returns its loss; the state goes on from call to call."""
-    config = world["config"]
-    tx = make_optimiser(Optimiser(lr=config["lr"], clip=config["clip"]), total=1)
+    """A call that takes one step, to its end, and returns its loss; the state goes on from call to call.
+
+    Packing is planned in every call, as the training loop does.
+    """
+    config, chosen = world["config"], optimiser(name, world)
+    tx = make_optimiser(chosen, total=1)
     state = TrainState(jnp.int32(0), model, tx.init(model), root())
     terms = (Term(batch(world), Clip(low=config["epsilon"], high=config["epsilon"])),)
-    program = jax.jit(update, static_argnames=("tx", "temperature", "microbatch"), donate_argnums=0)
-    options = {"tx": tx, "temperature": 1.0, "microbatch": config["microbatch"] if name == MICRO else None}
+    program = jax.jit(update, static_argnames=STATIC, donate_argnums=0)
+    score = Reverse(responses=int(np.max(world["tokens"].shape[1] - world["start"])))
 
     def call() -> float:
         nonlocal state
-        state, metrics = jax.block_until_ready(program(state, terms, None, **options))
-        return float(metrics["policy/loss"].total)
+        packed = term_layouts(terms, chosen, None)
+        state, metrics = program(
+            state, terms, None, tx=tx, temperature=1.0, microbatch=chosen.microbatch, score=score, layouts=packed
+        )
+        return float(jax.block_until_ready((state, metrics))[1]["policy/loss"].total)
 
     return call
 

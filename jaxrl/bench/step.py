@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl.bench.cases import one_thread, own_cases, peer_cases
 from jaxrl.bench.compare import Agreement, compare
-from jaxrl.bench.own_step import MICRO, OURS
+from jaxrl.bench.own_step import MICRO, OURS, WHOLE
 from jaxrl.bench.report import Report, shape
 from jaxrl.bench.roofline import step_seconds
 from jaxrl.bench.table import speeds
@@ -35,7 +35,7 @@ def step(
 ) -> Report:
     """CPU-seconds of one optimiser step on the named batches. A peer's environment is made when it is missing.
 
-    Everybody takes the same steps: one forward and one backward pass over all rows, the clipped loss averaged over
+    Everybody takes the same steps: forward and backward over all rows, at once or in micro-batches, the clipped loss averaged over
     the tokens of a response and then over responses, gradients clipped by their norm, AdamW. With ``accelerator``, seconds by the wall on
     what jax finds, and the least time that device could take over them (the MFU). Raises ``JaxrlError``
     when an environment cannot be made, or when our own step cannot be timed; any other case that fails, or whose
@@ -49,7 +49,7 @@ def step(
         arrays = given.arrays(model, exact=not accelerator)
         tokens = int((arrays["length"] - arrays["start"]).sum())
         print(f"{title} ...", file=sys.stderr, flush=True)
-        cases = [*own_cases("jaxrl.bench.own_step", (OURS, MICRO)), *others]
+        cases = [*own_cases("jaxrl.bench.own_step", (OURS, MICRO, WHOLE)), *others]
         config: dict[str, Any] = {
             **SETTINGS,
             "n": given.n,

@@ -42,7 +42,7 @@ def table(found: Sequence[Measured], baseline: str, naive: str) -> list[Row]:
 def speeds(
     found: Sequence[Measured], tokens: int, base: str, least: Callable[[Peak], float] | None = None
 ) -> list[Row]:
-    """One row a case that was timed: seconds, tokens a second, and seconds over those of ``base``.
+    """One row a case that was timed: seconds, tokens a second, and ``ratio``, seconds over those of ``base``.
 
     They are CPU-seconds; with ``least``, the seconds that a device needs at least, they are by the wall, and ``of the
     bound`` is the share of them that could not be saved (None on a device of unknown peaks). ``differs by``: how far
@@ -54,7 +54,7 @@ def speeds(
     for name, measured in timed.items():
         row: Row = {"case": name, f"{second}s": middle(np.array(measured.seconds))}
         row[f"tokens/{second}"] = tokens / float(np.median(measured.seconds))
-        row[f"over {base}"] = _ratio(measured, timed[base])
+        row["ratio"] = _ratio(measured, timed[base])
         if least is not None:
             device = peak(measured.versions.get("device", ""))
             row["of the bound"] = None if device is None else middle(least(device) / np.array(measured.seconds))

@@ -169,6 +169,7 @@ QUICK = Scale(
         "ragged": GivenBatch(prompts=2, width=8, n=4, new=24, mean=6),
     },
     target=0.1,
+    microbatch=4,
 )
 ACCELERATOR = Scale(  # the shape of Qwen2.5-Math-1.5B
     model=Qwen2(hidden=1536, layers=28, heads=12, kv_heads=2, vocab=151936, positions=4096, mlp=8960),

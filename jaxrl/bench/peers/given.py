@@ -13,6 +13,15 @@ def split(world):
     return world["tokens"][:, :width], completions, mask, world["old_logps"][:, width:]
 
 
+def parts(world, case):
+    """Rows of each micro-batch, as slices: all at once, or ``config["microbatch"]`` where the case says so."""
+    rows = len(world["tokens"])
+    size = min(rows, world["config"]["microbatch"]) if case.endswith(", micro-batches") else rows
+    if rows % size:
+        raise ValueError(f"{rows} rows do not split into micro-batches of {size}")
+    return [slice(i, i + size) for i in range(0, rows, size)]
+
+
 def checked(call, world):
     """The losses of the first steps, ``[1, steps]``."""
     return [[float(call()) for _ in range(world["config"]["checked"])]]

@@ -11,12 +11,12 @@ import tokenizers
 import torch
 import transformers
 import trl
-from given import checked, counted, split
+from given import checked, counted, parts, split
 from protocol import read_job, serve
 
 
-def make_trainer(world, folder):
-    """A trainer on the CPU, single precision, no gradient checkpointing, as in the other cases."""
+def make_trainer(world, folder, size):
+    """A trainer of micro-batches of ``size`` rows on the CPU, single precision, no gradient checkpointing, as in the other cases."""
     config = world["config"]
     rows, width = world["tokens"].shape
     settings = trl.GRPOConfig(
@@ -24,7 +24,8 @@ def make_trainer(world, folder):
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=rows // size,
         num_generations=config["n"],
         max_completion_length=width - int(world["start"][0]),
         learning_rate=config["lr"],
@@ -53,7 +54,7 @@ def make_trainer(world, folder):
     )
 
 
-def stepper(trainer, world):
+def stepper(trainer, world, slices):
     """A call that takes one optimiser step, in the order of transformers' training loop, and returns its loss."""
     prompts, completions, mask, old = (torch.tensor(x) for x in split(world))
     inputs = {
@@ -63,16 +64,19 @@ def stepper(trainer, world):
         "completion_mask": mask.long(),
         "advantages": torch.tensor(world["advantage"]),
         "old_per_token_logps": old,
-        "num_items_in_batch": mask.sum(),
     }
+    batches = [{name: x[part] for name, x in inputs.items()} for part in slices]
     trainer.create_optimizer_and_scheduler(num_training_steps=10**6)
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped, trainer.optimizer = model, optimizer
-    trainer.current_gradient_accumulation_steps = 1
-    trainer._prepare_inputs = lambda _: inputs  # nothing is generated: the rows are given
+    trainer.current_gradient_accumulation_steps = len(batches)
+    trainer._prepare_inputs = lambda batch: batch  # nothing is generated: the rows are given
 
     def call():
-        loss = trainer.training_step(model, inputs, None)
+        loss = 0
+        for i, batch in enumerate(batches):
+            trainer.accelerator.gradient_state._set_sync_gradients(i == len(batches) - 1)
+            loss = loss + trainer.training_step(model, batch, None)
         trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         optimizer.step()
         trainer.lr_scheduler.step()
@@ -86,10 +90,11 @@ def main():
     """Serve the one case."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    world, _ = read_job()
+    world, case = read_job()
+    slices = parts(world, case)
     versions = {"trl": f"{trl.__version__} on transformers {transformers.__version__}", "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
-        call = stepper(make_trainer(world, folder), world)
+        call = stepper(make_trainer(world, folder, slices[0].stop), world, slices)
         serve(counted(call, world), versions, check=lambda: checked(call, world))
 
 

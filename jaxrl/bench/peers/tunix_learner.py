@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import tunix_model
-from given import checked, counted, split
+from given import checked, counted, parts, split
 from jax import numpy as jnp
 from protocol import read_job, serve
 from tunix.rl import function_registry, trainer
@@ -16,8 +16,11 @@ from tunix.rl.grpo import grpo_learner
 from tunix.sft import peft_trainer
 
 
-def train_step(model, config):
-    """The compiled step, ``example -> (loss, metrics, gradient norm)``, as ``GRPOLearner`` sets its trainer up."""
+def train_step(model, config, accumulated):
+    """The compiled step, ``example -> (loss, metrics, gradient norm)``, as ``GRPOLearner`` sets its trainer up.
+
+    The optimiser acts at every ``accumulated``-th call.
+    """
     settings = grpo_learner.GRPOConfig(
         num_generations=2,
         num_iterations=2,
@@ -31,7 +34,9 @@ def train_step(model, config):
     made = trainer.Trainer(
         model,
         optax.chain(optax.clip_by_global_norm(config["clip"]), adam),
-        peft_trainer.TrainingConfig(eval_every_n_steps=10**9),
+        peft_trainer.TrainingConfig(
+            eval_every_n_steps=10**9, gradient_accumulation_steps=accumulated if accumulated > 1 else None
+        ),
         custom_checkpoint_metadata_fn=dict,
     )
     made.with_loss_fn(
@@ -47,23 +52,25 @@ def train_step(model, config):
 def main():
     """Serve the one case."""
     jax.config.update("jax_platforms", "cpu")
-    world, _ = read_job()
+    world, case = read_job()
     prompts, completions, mask, old = split(world)
-    example = grpo_learner.TrainExample(
-        prompt_ids=jnp.asarray(prompts),
-        prompt_mask=jnp.ones(prompts.shape, bool),
-        completion_ids=jnp.asarray(completions),
-        completion_mask=jnp.asarray(mask),
-        advantages=jnp.asarray(world["advantage"]),
-        ref_per_token_logps=None,
-        old_per_token_logps=jnp.asarray(old),
-    )
-    step = train_step(tunix_model.load(world["config"]["model"]), world["config"])
+    examples = [
+        grpo_learner.TrainExample(
+            prompt_ids=jnp.asarray(prompts[part]),
+            prompt_mask=jnp.ones(prompts[part].shape, bool),
+            completion_ids=jnp.asarray(completions[part]),
+            completion_mask=jnp.asarray(mask[part]),
+            advantages=jnp.asarray(world["advantage"][part]),
+            ref_per_token_logps=None,
+            old_per_token_logps=jnp.asarray(old[part]),
+        )
+        for part in parts(world, case)
+    ]
+    step = train_step(tunix_model.load(world["config"]["model"]), world["config"], len(examples))
 
     def call():
-        loss, metrics, norm = step(example)
-        jax.block_until_ready((metrics, norm))
-        return np.asarray(loss)
+        outcomes = [step(example) for example in examples]
+        return np.mean([np.asarray(loss) for loss, *_ in jax.block_until_ready(outcomes)])
 
     serve(counted(call, world), tunix_model.versions(), check=lambda: checked(call, world))
 
