@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
 from jaxrl.mesh import partition
-from jaxrl.models.attention import decode_attention, merge, prefix_attention
+from jaxrl.models.attention import merge, prefix_attention
 from jaxrl.models.decoder import Decoder, embed_tokens, logits, param_axes, row_attention, row_positions
 from jaxrl.models.layers import layer, rms_norm, rope_angles
 from jaxrl.sampling.slots import (
@@ -26,6 +26,7 @@ from jaxrl.sampling.slots import (
     Slots,
     Store,
     Weights,
+    attend_rows,
     copy_rows,
     each_layer,
     get,
@@ -258,7 +259,7 @@ def _forward(weights: Weights, s: Slots, store: Store | None, sharing: Sharing |
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             new = put(cache, index, k[:, 0], v[:, 0], slot)
             first = None if oldest is None else oldest - (s.start - s.held)
-            own = decode_attention(q[:, 0], *get(new, index), slot + 1, first=first)
+            own = attend_rows(new, index, q[:, 0], jnp.where(s.live, slot + 1, 0), first)
             if store is None or sharing is None:
                 return own[0][:, None].astype(q.dtype), new
             shared = _prompt_attention(q[:, 0], get(store.cache, index), store.length, sharing, oldest)

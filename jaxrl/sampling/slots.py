@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxrl.mesh import partition
+from jaxrl.models.attention import decode_attention, write_token
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import Decoder
 from jaxrl.types import container, wide
@@ -145,15 +146,19 @@ def get(cache: Cache, layer: Any) -> tuple[Array, Array]:
 
 def put(cache: Cache, layer: Any, k: Float[Array, "B K H"], v: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Cache:
     """Write one token a row at its own slot; a slot outside the cache is dropped."""
-    row = jnp.arange(k.shape[0])
-    if isinstance(cache.k, tuple):
-        new_k = cache.k[layer].at[row, :, :, slot].set(k, mode="drop", unique_indices=True)
-        new_v = cache.v[layer].at[row, :, slot].set(v, mode="drop", unique_indices=True)
-        return Cache(_replaced(cache.k, layer, new_k), _replaced(cache.v, layer, new_v))
-    return Cache(
-        cache.k.at[layer, row, :, :, slot].set(k, mode="drop", unique_indices=True),
-        cache.v.at[layer, row, :, slot].set(v, mode="drop", unique_indices=True),
-    )
+    if not isinstance(cache.k, tuple):
+        return Cache(*write_token(k, v, cache.k, cache.v, slot, layer=layer))
+    new_k, new_v = write_token(k, v, cache.k[layer], cache.v[layer], slot)
+    return Cache(_replaced(cache.k, layer, new_k), _replaced(cache.v, layer, new_v))
+
+
+def attend_rows(
+    cache: Cache, layer: Any, q: Float[Array, "B h e"], length: Int[Array, " B"], first: Int[Array, " B"] | None
+) -> tuple[Float[Array, "B h e"], Float[Array, "B h"]]:
+    """One query a row against its slots ``first <= s < length``: output and log-sum-exp, see ``decode_attention``."""
+    if not isinstance(cache.k, tuple):
+        return decode_attention(q, cache.k, cache.v, length, first=first, layer=layer)
+    return decode_attention(q, cache.k[layer], cache.v[layer], length, first=first)
 
 
 def put_rows(cache: Cache, layer: Any, k: Array, v: Array, row: Int[Array, " R"]) -> Cache:
