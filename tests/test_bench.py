@@ -18,6 +18,7 @@ from jaxrl.bench import SUBJECTS, arguments, environments
 from jaxrl.bench.__main__ import main
 from jaxrl.bench.compare import KERNEL, Case, Measured, compare
 from jaxrl.bench.environments import PEERS, peer_python, peers_of
+from jaxrl.bench.head import HEAD_SIZES
 from jaxrl.bench.own import PASS, REFERENCE, case
 from jaxrl.bench.report import Report
 from jaxrl.bench.rollout import LOGITS
@@ -129,6 +130,7 @@ def test_the_kernel_alone_runs_at_full_size_with_peers_and_quickly_among_the_oth
     monkeypatch.setattr("jaxrl.bench.run.kernel", kernel)
     for other in ("rollout", "step"):
         monkeypatch.setattr(f"jaxrl.bench.run.{other}", lambda cases, **_: Report())
+    monkeypatch.setattr("jaxrl.bench.run.head", lambda **_: Report())
     with pytest.raises(DoesNotHold, match="a: died") as failed:  # what failed is said, what was found is kept
         run(parse(line))
     assert failed.value.result["kernel XS 3x3"] == [{"case": "a"}]
@@ -160,7 +162,7 @@ def test_rollout_and_step_run_with_all_their_peers_unless_told_otherwise(monkeyp
     result = run(parse(line))
     assert seen == [expected]
     assert result[f"{expected[0]} a"] == [{"case": "a"}]
-    one_thread = "--xla_cpu_multi_thread_eigen=false" in result.get("threads of rollout and step", "")
+    one_thread = "--xla_cpu_multi_thread_eigen=false" in result.get("threads of head, rollout and step", "")
     accelerator = expected[-1]
     assert one_thread is not accelerator
     assert ("CPU-seconds" in result["unit"]) is not accelerator
@@ -173,8 +175,9 @@ def test_everything_together_is_quick_and_without_peers(monkeypatch):
         monkeypatch.setattr(
             f"jaxrl.bench.run.{name}", lambda cases, *, peers, scale, **_: seen.append((peers, scale)) or Report()
         )
+    monkeypatch.setattr("jaxrl.bench.run.head", lambda *, repeats, size: seen.append(((), size)) or Report())
     run(parse("all"))
-    assert seen == [((), SCALES["quick"])] * 2
+    assert seen == [((), HEAD_SIZES["quick"]), *[((), SCALES["quick"])] * 2]
 
 
 def test_the_command_prints_what_was_found(monkeypatch, capsys):

@@ -5,4 +5,4 @@ its own, and reports what a case costs over its baseline. ``jaxrl bench``, or ``
 prints them.
 """
 
-SUBJECTS = ("kernel", "rollout", "step")
+SUBJECTS = ("kernel", "head", "rollout", "step")

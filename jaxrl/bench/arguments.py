@@ -9,9 +9,14 @@ from jaxrl.bench import SUBJECTS
 from jaxrl.errors import nearest
 
 SIZES = ("XS", "S", "M")
-PEERS = {"kernel": ("torch", "nt"), "rollout": ("hf", "tunix"), "step": ("trl", "tunix")}
+PEERS: dict[str, tuple[str, ...]] = {
+    "kernel": ("torch", "nt"),
+    "head": (),
+    "rollout": ("hf", "tunix"),
+    "step": ("trl", "tunix"),
+}
 CASES = {"rollout": ("plain", "shared", "refill"), "step": ("full", "ragged")}
-LINE = "what the kernel, sampling and a training step cost on this machine, in CPU-seconds against other libraries"
+LINE = "what the kernel, the head, sampling and a training step cost on this machine, in CPU-seconds against other libraries"
 EXAMPLE = "jaxrl bench rollout --peer hf,tunix"
 
 
@@ -61,7 +66,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _by_subject(names: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{subject}: {', '.join(of)}" for subject, of in names.items())
+    return "; ".join(f"{subject}: {', '.join(of)}" for subject, of in names.items() if of)
 
 
 def _count(text: str) -> int:

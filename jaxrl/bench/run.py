@@ -13,6 +13,7 @@ import jax
 from jaxrl.bench import SUBJECTS
 from jaxrl.bench.arguments import CASES, PEERS
 from jaxrl.bench.cases import threads
+from jaxrl.bench.head import HEAD_SIZES, HeadSize, head
 from jaxrl.bench.kernel import kernel
 from jaxrl.bench.report import Report
 from jaxrl.bench.rollout import rollout
@@ -38,6 +39,7 @@ def run(
     arguments: argparse.Namespace,
     kernel_sizes: Mapping[str, KernelSize] = KERNEL_SIZES,
     scales: Mapping[str, Scale] = SCALES,
+    head_sizes: Mapping[str, HeadSize] = HEAD_SIZES,
 ) -> dict[str, Any]:
     """Tables by title, with what they were measured on.
 
@@ -55,10 +57,15 @@ def run(
         "jax": importlib.metadata.version("jax"),
     }
     if chosen != ("kernel",) and not arguments.accelerator:
-        result["threads of rollout and step"] = threads()
+        result["threads of head, rollout and step"] = threads()
     failed: list[str] = []
     for name in chosen:
-        report = _kernel(arguments, kernel_sizes) if name == "kernel" else _given(name, arguments, scales)
+        if name == "kernel":
+            report = _kernel(arguments, kernel_sizes)
+        elif name == "head":
+            report = head(repeats=arguments.repeats, size=head_sizes["quick" if arguments.subject == "all" else "full"])
+        else:
+            report = _given(name, arguments, scales)
         result |= report.versions
         result[f"models of {name}"] = report.sizes
         result |= report.tables
