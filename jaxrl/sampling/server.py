@@ -1,6 +1,7 @@
 """Which weights a completions server serves: told to it, and found out from what it answers.
 
-A server is given a folder and asked for the log-probabilities of a fixed probe, which must be ours within a tolerance.
+A server is given a folder and asked for the log-probabilities of a fixed probe, which must be ours within a tolerance,
+in the median: single tokens of a bfloat16 model were seen 6 nats from float32, in vLLM and in transformers alike.
 That tells one model from another, but not two steps of an optimiser whose difference is below the server's rounding;
 therefore weights are labelled too where the server keeps a label (vLLM's ``/weight_info``, lost in a restart), and a
 server whose answer did not move in a single bit although the weights did has not loaded them.
@@ -42,7 +43,7 @@ class Weights:
 
 
 class Server:
-    """The server's side of ``load``, ``sleep`` and ``wake``. ``tolerance`` is in nats a token, of a mean."""
+    """The server's side of ``load``, ``sleep`` and ``wake``. ``tolerance`` is in nats a token, of a median."""
 
     def __init__(
         self,
@@ -97,13 +98,13 @@ class Server:
 
     def _probe(self, weights: Weights) -> Float[np.ndarray, " m"]:
         answer = read_probe(self.client.post(PATH, probe_question(self.model, self.probe)), self.probe)
-        gap = float(np.abs(answer - weights.expected).mean())
+        gap = float(np.median(np.abs(answer - weights.expected)))
         if not gap <= self.tolerance:
             raise WrongVersion(
                 f"{self.client.url}: does not serve version {weights.version}: over the {len(answer)} tokens of the "
-                f"probe its mean log-probability is {answer.mean():.4f} nats and ours {weights.expected.mean():.4f}, "
-                f"{gap:.4f} apart in the mean (at most {self.tolerance:g}); did it load {weights.folder}, "
-                "whole and in this precision?"
+                f"probe its mean log-probability is {answer.mean():.4f} nats and ours {weights.expected.mean():.4f}; "
+                f"single tokens are {gap:.4f} apart in the median (at most {self.tolerance:g}). Did it load "
+                f"{weights.folder}, whole and in this precision?"
             )
         return answer
 
