@@ -38,6 +38,8 @@ NEW, N = 40, 4
 KEY = keys.root(7)
 WARM = Temperature(value=0.9)
 
+# the others run with the slow tests
+FAST = ("fewer slots than samples", "prompts copied", "one shape")
 LAYOUTS = {
     "fewer slots than samples": SlotSpec(slots=6, chunk=3, admit=2),
     "one chunk at a time": SlotSpec(slots=6, chunk=4, ahead=0),
@@ -101,13 +103,15 @@ def plain(model):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k in FAST else [pytest.mark.slow]) for k in LAYOUTS])
 def test_every_layout_draws_the_tokens_of_a_plain_batch_in_double_precision(double, plain, name):
     assert {STOP_EOS, STOP_LENGTH} == set(plain.stop.ravel().tolist())
     assert_equal(by_engine(double, LAYOUTS[name]), plain, 1e-12)
 
 
-@pytest.mark.parametrize("strategy", [WARM, Greedy(), TopP(p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [WARM, *(pytest.param(s, marks=pytest.mark.slow) for s in (Greedy(), TopP(p=0.8)))], ids=str
+)
 def test_in_single_precision_layouts_agree_up_to_near_ties(model, strategy):
     got = by_engine(model, LAYOUTS["fewer slots than samples"], strategy)
     same = assert_same_up_to_near_ties(model, strategy, at_once(model, strategy), got, key=KEY, uids=UIDS)
@@ -139,6 +143,7 @@ def test_log_probs_are_the_trainers(model):
     assert np.abs(scored).max() > 1
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_deep_models_loop_over_their_layers(x64):
     config = dataclasses.replace(CONFIG, num_layers=10, windows=(None, 4) * 5, dtype="float64")
