@@ -64,7 +64,7 @@ class SlotSpec:
 class SlotEngine:
     """``jaxrl.sampling.requests.Engine`` in this process."""
 
-    caps = frozenset({"logprobs", "processed_logprobs", "per_request_seed", "shared_prefix", "in_process"})
+    caps = frozenset({"logprobs", "processed_logprobs", "per_request_seed", "shared_prefix", "in_process", "sleep"})
 
     def __init__(self, spec: SlotSpec | None = None, mesh: Mesh | None = None) -> None:
         self.spec, self.mesh = spec or SlotSpec(), mesh
