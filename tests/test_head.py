@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rl_cases import quick_jit
 
-from jaxrl.models.head import block_size, token_head
+from jaxrl.models.head import token_head
+from jaxrl.models.head_blocks import block_size
 from jaxrl.models.head_kl import token_head_kl
 from jaxrl.types import wide
 

@@ -186,7 +186,7 @@ def test_packed_rows_on_a_mesh_give_the_same_loss_and_gradient():
     expected = GRADIENT(model, terms, None, temperature=0.7, layouts=layouts(terms, 13, 4))
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     there = shard_tree(mesh, param_axes(model.config), model)
-    how = to_mesh(mesh, layouts(terms, 13, 4, devices=4), (None, "rows"))
+    how = [layout.on(mesh) for layout in layouts(terms, 13, 4, devices=4)]
     assert how[0].rows.tokens.sharding.spec[1] == ("data", "fsdp")
     got = GRADIENT(there, to_mesh(mesh, terms), None, temperature=0.7, layouts=how)
     assert_same(got, expected, 2e-5)

@@ -64,7 +64,7 @@ def arguments(tokens: int, hidden: int, vocab: int) -> tuple[Array, ...]:
     return tuple(jnp.asarray(x) for x in (states, matrix, token, old, draw.normal(size=tokens).astype(np.float32)))
 
 
-def case(name: str, given: tuple[Array, ...]) -> tuple[Callable[[], list[list[float]]], int]:
+def case(name: str, given: tuple[Array, ...]) -> tuple[Callable[[], list[list[float]]], int | None]:
     """A call that returns the loss and the norms of both gradients, and the temporary bytes of its program."""
     program = jax.jit(jax.value_and_grad(lambda *x: loss(name, *x), argnums=(0, 1))).lower(*given).compile()
 
@@ -72,7 +72,8 @@ def case(name: str, given: tuple[Array, ...]) -> tuple[Callable[[], list[list[fl
         value, grads = jax.block_until_ready(program(*given))
         return [[float(value), *(float(np.linalg.norm(np.asarray(g).reshape(-1))) for g in grads)]]
 
-    return call, program.memory_analysis().temp_size_in_bytes
+    memory = program.memory_analysis()
+    return call, None if memory is None else memory.temp_size_in_bytes
 
 
 def main() -> None:

@@ -9,9 +9,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jaxrl.models.head import Layout, divided, pull
+from jaxrl.models.head import divided
+from jaxrl.models.head_blocks import MATRIX, POSITIONS, Blocks
 from jaxrl.types import wide
 
 
@@ -25,23 +27,28 @@ def token_head_kl(
     limit: int | None = None,
     tied: bool = True,
     block: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Float[Array, " N"]:
     """``sum_v p_v log(p_v / q_v)``, nats: p of states ``known`` under ``reference``, q of ``states`` under ``matrix``.
 
     Matrices are ``[V d]`` where ``tied``, else ``[d V]``, both alike. No gradient reaches ``known`` and
-    ``reference``. Dtypes, ``limit`` and ``block`` as for ``token_head``; memory is about twice that.
+    ``reference``. Dtypes, ``limit``, ``block`` and ``mesh`` as for ``token_head``; memory is about twice that.
     """
-    how = Layout.of(matrix, limit, tied, block)
+    how = Blocks.of(matrix, limit, tied, block, mesh)
     first = jax.lax.stop_gradient((divided(known, reference, temperature), reference))
     return _kl(how, *first, divided(states, matrix, temperature), matrix)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kl(how: Layout, known: Array, reference: Array, states: Array, matrix: Array) -> Array:
-    return _sums(how, known, reference, states, matrix)[0]
+def _kl(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> Array:
+    return _divergence(how, known, reference, states, matrix)[0]
 
 
-def _sums(how: Layout, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, Array, Array]:
+def _divergence(how: Blocks, *arrays: Array) -> tuple[Array, Array, Array]:
+    return how.run(partial(_sums, how), arrays, (POSITIONS, MATRIX) * 2, (POSITIONS,) * 3)
+
+
+def _sums(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, Array, Array]:
     """The divergence and both log-partitions."""
     dtype = wide(known.dtype, reference.dtype, states.dtype, matrix.dtype)
 
@@ -61,26 +68,34 @@ def _sums(how: Layout, known: Array, reference: Array, states: Array, matrix: Ar
 
     low, zero = jnp.full(states.shape[:1], jnp.finfo(dtype).min, dtype), jnp.zeros(states.shape[:1], dtype)
     top, total, gap, other_top, other_total = jax.lax.fori_loop(0, how.count, body, (low, zero, zero, low, zero))
-    lse, other = top + jnp.log(total), other_top + jnp.log(other_total)
+    highest, other_highest = how.top(top), how.top(other_top)
+    scale = jnp.exp(top - highest)
+    total, gap = how.total(scale * total), how.total(scale * gap)
+    other_total = how.total(jnp.exp(other_top - other_highest) * other_total)
+    lse, other = highest + jnp.log(total), other_highest + jnp.log(other_total)
     return gap / total - (lse - other), lse, other
 
 
-def _forward(how: Layout, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, tuple]:
-    found, lse, other = _sums(how, known, reference, states, matrix)
+def _forward(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, tuple]:
+    found, lse, other = _divergence(how, known, reference, states, matrix)
     return found, (known, reference, states, matrix, lse, other)
 
 
-def _backward(how: Layout, kept: tuple[Array, ...], g: Array) -> tuple[None, None, Array, Array]:
+def _backward(how: Blocks, kept: tuple[Array, ...], g: Array) -> tuple[None, None, Array, Array]:
     """``dw_v = g (q_v - p_v)``."""
-    known, reference, states, matrix, lse, other = kept
-    dtype, mine = lse.dtype, wide(states.dtype, matrix.dtype)
 
-    def cotangent(i: Array, w: Array) -> Array:
-        z = how.logits(known, how.take(reference, i)).astype(dtype)
-        gap = jnp.exp(w.astype(dtype) - other[:, None]) - jnp.exp(z - lse[:, None])
-        return (g[:, None] * gap).astype(mine)
+    def part(
+        known: Array, reference: Array, states: Array, matrix: Array, lse: Array, other: Array, g: Array
+    ) -> tuple[Array, Array]:
+        def cotangent(i: Array, w: Array) -> Array:
+            z = how.logits(known, how.take(reference, i)).astype(lse.dtype)
+            gap = jnp.exp(w.astype(lse.dtype) - other[:, None]) - jnp.exp(z - lse[:, None])
+            return (g[:, None] * gap).astype(w.dtype)
 
-    return None, None, *pull(how, states, matrix, cotangent)
+        return how.pull(states, matrix, cotangent)
+
+    like = (*(POSITIONS, MATRIX) * 2, *(POSITIONS,) * 3)
+    return None, None, *how.run(part, (*kept, g), like, (POSITIONS, MATRIX))
 
 
 _kl.defvjp(_forward, _backward)

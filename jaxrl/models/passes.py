@@ -7,14 +7,16 @@ scores them from packed ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.mesh import to_mesh
 from jaxrl.models.decoder import Decoder, hidden
 from jaxrl.models.packing import first_fit
 from jaxrl.models.scoring import ByBlocks
@@ -38,9 +40,10 @@ class PackedRows(ByBlocks):
     index: Int[Array, "R K"]  # which row of the batch; -1 where there is none
     slot: Int[Array, "R H"]  # where the states lie that predict response tokens; W where there is none
     place: Int[Array, "R H"]  # where in the row's [K L] the predicted tokens are; K * L where there is none
+    mesh: Mesh | None = field(default=None, metadata={"static": True})
 
     def states(self, model: Decoder, rows: Rows) -> Float[Array, "P d"]:
-        found = hidden(model, self.tokens, positions=self.position, segments=self.segment)
+        found = self.by_rows(hidden(model, self.tokens, positions=self.position, segments=self.segment))
         picked = jnp.take_along_axis(found, self.slot[:, :, None], axis=1, mode="clip")
         return picked.reshape(-1, found.shape[-1])
 
@@ -73,6 +76,11 @@ class Passes:
 
     rows: PackedRows
     count: Int[Array, ""]
+
+    def on(self, mesh: Mesh) -> Passes:
+        """The same, on a mesh: rows split over its devices."""
+        there = to_mesh(mesh, self, (None, "rows"))
+        return replace(there, rows=replace(there.rows, mesh=mesh))
 
     def __getitem__(self, i: Array) -> PackedRows:
         return jax.tree.map(lambda x: x[i], self.rows)

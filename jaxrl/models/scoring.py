@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from jaxrl.mesh import partition
 from jaxrl.models.decoder import Decoder, hidden
 from jaxrl.models.head import token_head
 from jaxrl.models.head_kl import token_head_kl
@@ -62,7 +64,12 @@ class Forward(Scorer):
 
 
 class ByBlocks(Scorer):
-    """By blocks of the vocabulary, at the positions that ``states`` picks and ``spread`` puts back."""
+    """By blocks of the vocabulary, at the positions that ``states`` picks and ``spread`` puts back.
+
+    ``mesh``: the one that model and rows lie on, over which the head is then split; None leaves that to the compiler.
+    """
+
+    mesh: Mesh | None
 
     @abstractmethod
     def states(self, model: Decoder, rows: Rows) -> Float[Array, "P d"]:
@@ -76,6 +83,13 @@ class ByBlocks(Scorer):
     def spread(self, values: Float[Array, " P"], rows: Rows) -> Float[Array, "N L"]:
         """A number a position, at the index of the token that it speaks of; 0 off the response."""
 
+    def by_rows(self, states: Float[Array, "N L d"]) -> Float[Array, "N L d"]:
+        """Split over the mesh by rows and not by width, as the partitioner may have left them."""
+        if self.mesh is None:
+            return states
+        place = NamedSharding(self.mesh, partition(self.mesh, ("rows", None, None), states.shape))
+        return jax.lax.with_sharding_constraint(states, place)
+
     def scores(
         self, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0
     ) -> tuple[Float[Array, "N L"], Float[Array, "N L"]]:
@@ -88,6 +102,7 @@ class ByBlocks(Scorer):
             temperature=temperature,
             limit=model.config.vocab_limit,
             tied=tied,
+            mesh=self.mesh,
         )
         return self.spread(logp, rows), self.spread(entropy, rows)
 
@@ -104,6 +119,7 @@ class ByBlocks(Scorer):
             temperature=temperature,
             limit=model.config.vocab_limit,
             tied=tied,
+            mesh=self.mesh,
         )
         return self.spread(found, rows)
 
@@ -117,6 +133,7 @@ class Reverse(ByBlocks):
     """
 
     responses: int | None = None
+    mesh: Mesh | None = None
 
     def window(self, rows: Rows) -> tuple[Int[Array, " N"], int]:
         """The first position that is scored, and how many from there on: a fixed number that covers the response."""
@@ -125,7 +142,7 @@ class Reverse(ByBlocks):
         return jnp.minimum(rows.start - 1, width - 1 - size).astype(jnp.int32), size
 
     def states(self, model: Decoder, rows: Rows) -> Float[Array, "P d"]:
-        found, (first, size) = hidden(model, rows.tokens), self.window(rows)
+        found, (first, size) = self.by_rows(hidden(model, rows.tokens)), self.window(rows)
         return _slices(found, first, size).reshape(-1, found.shape[-1])
 
     def targets(self, rows: Rows) -> Int[Array, " P"]:

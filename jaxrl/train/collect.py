@@ -68,7 +68,7 @@ class Collector:
     @property
     def scorer(self) -> Scorer:
         """How rows are scored that this collector made: at as many positions as a response may have."""
-        return Reverse(responses=self.spec.max_new_tokens)
+        return Reverse(responses=self.spec.max_new_tokens, mesh=self.mesh)
 
     def __call__(self, policy: Decoder, reference: Decoder | None, root: Key[Array, ""], step: int) -> Collected:
         """Collect step ``step`` with the current policy; ``reference`` where a piece needs it."""

@@ -71,7 +71,7 @@ def _dry_run(x: Experiment, task: Task) -> Mapping[str, Any]:
         tx=tx,
         temperature=temperature_of(x.rollout.strategy),
         microbatch=x.optimiser.microbatch,
-        score=Reverse(responses=x.rollout.max_new_tokens),
+        score=Reverse(responses=x.rollout.max_new_tokens, mesh=mesh),
         layouts=abstract_layouts(minibatches[0], x.optimiser, task.pools["train"].width, mesh),
     ).compile()
     sampler = compile_engine(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool
 
 from jaxrl.errors import UsageError
-from jaxrl.mesh import RULES, to_host, to_mesh
+from jaxrl.mesh import RULES, to_host
 from jaxrl.models.passes import Passes, plan_passes
 from jaxrl.rl.optimiser import Optimiser, Packing
 from jaxrl.types import Rows, Term
@@ -35,7 +35,7 @@ def layout(
     held = to_host(rows)
     used = np.ones(len(held.start), bool) if used is None else used
     passes = plan_passes(held, used, width=packing.width, at_once=at_once, devices=row_devices(mesh))
-    return jax.tree.map(jnp.asarray, passes) if mesh is None else to_mesh(mesh, passes, (None, "rows"))
+    return jax.tree.map(jnp.asarray, passes) if mesh is None else passes.on(mesh)
 
 
 def abstract_layouts(
