@@ -1,10 +1,6 @@
 """The slot engine: whatever its layout, it draws what a plain batch draws."""
 
 import dataclasses
-import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +8,21 @@ import numpy as np
 import pytest
 from compile_counter import count_compiles
 from near_ties import assert_same_up_to_near_ties
+from two_processes import run_in_two_processes
 
 from jaxrl import keys
 from jaxrl.mesh import make_mesh, shard_tree
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_model, param_axes, with_config
 from jaxrl.models.logps import token_logps
+from jaxrl.sampling import programs
+from jaxrl.sampling.ahead import compile_engine
 from jaxrl.sampling.engine import SlotEngine, SlotSpec
 from jaxrl.sampling.generate import as_prompts, generate
 from jaxrl.sampling.requests import Request, Sampling
 from jaxrl.sampling.rollouts import drawn, sample
 from jaxrl.sampling.schedule import Asked, Reserve, bucket, least_part, shapes
+from jaxrl.sampling.slots import empty_slots, empty_store
 from jaxrl.sampling.strategies import Greedy, Temperature, TopP
 from jaxrl.types import STOP_EOS, STOP_LENGTH, STOP_NONE, Rows
 
@@ -153,6 +153,25 @@ def test_deep_models_loop_over_their_layers(x64):
     assert_equal(by_engine(deep, SlotSpec(slots=4, chunk=2, pools=2), n=2, max_new_tokens=6), want, 1e-12)
 
 
+@pytest.mark.slow
+def test_programs_compiled_ahead_of_time_from_shapes_are_those_of_a_stream(model):
+    shapes_ = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    spec = SlotSpec(slots=8, chunk=3)
+    made = compile_engine(
+        shapes_, spec, prompts=2, width=9, n=4, max_new_tokens=20, stop_ids=STOPS, strategy=Temperature()
+    )
+    assert set(made) == {"prefill", "decode"}
+    weights = programs.weights_of(model)
+    store, slots = empty_store(CONFIG, 2, 16, jnp.float32), empty_slots(CONFIG, 8, 24)
+    store = made["prefill"](
+        weights, store, np.ones((2, 16), np.int32), np.full(2, 9, np.int32), np.arange(2, dtype=np.int32)
+    )
+    sharing = programs.Sharing(np.zeros((2, 4), np.int32), np.zeros(8, np.int32))
+    _, out = made["decode"](weights, slots, store, sharing, Temperature(), np.asarray(STOPS, np.int32), np.int32(1))
+    assert out.token.shape == (8, 3)
+    assert not out.count.any()  # no row is live
+
+
 @pytest.mark.x64
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 2), (1, 2, 2)])
@@ -164,11 +183,6 @@ def test_on_a_mesh_tokens_are_the_same_in_double_precision(double, plain, shape,
 
 
 PROCESS = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
 import numpy as np
 from test_engine import CONFIG, by_engine
 from jaxrl import keys
@@ -178,28 +192,15 @@ from jaxrl.sampling.engine import SlotSpec
 model = to_host(init_model(CONFIG, keys.root(1)))
 mesh = make_mesh(2, 2, 1)
 out = by_engine(shard_tree(mesh, param_axes(CONFIG), model), SlotSpec(slots=8, chunk=4), mesh=mesh)
-np.savez(sys.argv[2] + sys.argv[1], *jax.tree.leaves(out))
+np.savez(sys.argv[2], *jax.tree.leaves(out))
 """
 
 
 @pytest.mark.slow
 def test_two_processes_draw_what_one_draws(model, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    here = pathlib.Path(__file__).parent
-    env = {"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", PROCESS.replace("{port}", str(port))]
-    children = [
-        subprocess.Popen([*command, str(i), str(tmp_path / "r")], env=env, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    for child in children:
-        _, said = child.communicate(timeout=300)
-        assert child.returncode == 0, said[-3000:]
     one = at_once(model)
-    for i in range(2):
-        with np.load(tmp_path / f"r{i}.npz") as file:
+    for name in run_in_two_processes(PROCESS, tmp_path):
+        with np.load(f"{name}.npz") as file:
             got = jax.tree.unflatten(jax.tree.structure(one), [file[name] for name in file.files])
         assert assert_same_up_to_near_ties(model, WARM, one, got, key=KEY, uids=UIDS) >= 0.8
 

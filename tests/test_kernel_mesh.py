@@ -1,15 +1,11 @@
 """The streamed kernel on a mesh: the same numbers, and exactly the traffic that the formula says."""
 
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from influence_world import small_model, some_rows
+from two_processes import run_in_two_processes
 
 from jaxrl.hlo import collective_bytes
 from jaxrl.influence import tiling
@@ -85,21 +81,15 @@ def test_the_compiled_program_exchanges_what_the_formula_says(shape, listed, tie
 
 
 PROCESS = """
-import sys
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
 import numpy as np
 from influence_world import small_model, some_rows
 from jaxrl.influence.kernels import gradient_kernel
 from jaxrl.mesh import make_mesh, shard_tree, to_host
 from jaxrl.models.decoder import param_axes
-assert jax.device_count() == 4 and jax.local_device_count() == 2
 model, a, b = to_host((small_model(dtype="float32"), some_rows(6), some_rows(5, seed=1, width=11)))
 whole = shard_tree(make_mesh(2, 2, 1), param_axes(model.config), model)
 kernel = gradient_kernel(whole, a, b, method="streamed", noise=0)
-np.save(sys.argv[2] + sys.argv[1], np.asarray(kernel.values))
+np.save(sys.argv[2], np.asarray(kernel.values))
 """
 
 
@@ -112,21 +102,7 @@ def test_token_by_token_is_for_one_device():
 
 @pytest.mark.slow
 def test_two_processes_give_the_kernel_of_one(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    here = pathlib.Path(__file__).parent
-    env = {"PYTHONPATH": str(here), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
-    script = PROCESS.replace("{port}", str(port))
-    command = [sys.executable, "-c", script]
-    children = [
-        subprocess.Popen([*command, str(i), str(tmp_path / "k")], env=env, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    for child in children:
-        _, said = child.communicate(timeout=300)
-        assert child.returncode == 0, said[-3000:]
-    found = [np.load(tmp_path / f"k{i}.npy") for i in range(2)]
+    found = [np.load(f"{name}.npy") for name in run_in_two_processes(PROCESS, tmp_path)]
     model, a, b = small_model(dtype="float32"), some_rows(6), some_rows(5, seed=1, width=11)
     expected = gradient_kernel(model, a, b, method="reference", noise=0).values
     for values in found:

@@ -14,7 +14,7 @@ from jaxrl.mesh import make_mesh, shard_tree, to_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import hidden, init_model, logits, param_axes, with_config
 from jaxrl.models.logps import token_logps
-from jaxrl.sampling.generate import compile_generate, generate, uniforms
+from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP
 from jaxrl.types import STOP_EOS, STOP_LENGTH, Prompts
 
@@ -336,16 +336,6 @@ def test_new_numbers_of_a_strategy_compile_nothing(model):
         hot, wide = sample(model, strategy=Temperature(value=5.0)), sample(model, strategy=TopP(p=0.2, temperature=3.0))
     assert not compiled
     assert not np.array_equal(hot.rows.tokens, wide.rows.tokens)
-
-
-def test_the_program_compiled_ahead_of_time_is_the_one_that_samples(model):
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
-    size = {"prompts": 4, "width": 6, "n": 3, "max_new_tokens": NEW}
-    program = compile_generate(shapes, **size, stop_ids=STOPS, strategy=Temperature())
-    prompts = padded(PROMPTS)
-    numbers = uniforms(KEY, prompts.uid, n=3, count=NEW, dtype=jnp.float32)
-    out = program(model, prompts, numbers, np.asarray(STOPS, np.int32), Temperature())
-    assert_rows_equal(out, sample(model), [(i, i) for i in range(4)])
 
 
 # ---- errors

@@ -64,27 +64,6 @@ def generate(
     return _generate(model, prompts, numbers, stops, strategy)
 
 
-def compile_generate(
-    model: Decoder,
-    *,
-    prompts: int,
-    width: int,
-    n: int,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    strategy: Strategy,
-) -> Any:
-    """The program that ``generate`` samples ``prompts`` prompts of padded ``width`` with, compiled ahead of time.
-
-    ``model`` may hold ``jax.ShapeDtypeStruct`` leaves. Returns jax's compiled object (its memory analysis).
-    """
-    column = jax.ShapeDtypeStruct((prompts,), jnp.int32)
-    shapes = Prompts(jax.ShapeDtypeStruct((prompts, width), jnp.int32), column, column)
-    stops = jax.ShapeDtypeStruct((len(set(stop_ids)),), jnp.int32)
-    numbers = jax.ShapeDtypeStruct((prompts, n, max_new_tokens), _head_dtype(model))
-    return _generate.lower(model, shapes, numbers, stops, strategy).compile()
-
-
 def _head_dtype(model: Decoder) -> jnp.dtype:
     """The dtype of the model's logits."""
     return wide(model.config.dtype, model.embed.dtype)
