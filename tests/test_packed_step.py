@@ -104,19 +104,20 @@ def test_packed_rows_obey_the_remat_policy_and_keep_the_gradient(x64, remat):
 
 
 def test_other_lengths_of_the_same_buckets_compile_nothing():
-    """Three draws of lengths whose packed rows differ in number; then one that needs another bucket of positions."""
+    """Draws whose fullest row has 12, 11, 10 and 12 positions, in more or fewer rows; then one in another bucket: 6."""
     model = tiny_model(0)
     step = quick_jit(lambda m, t, how: loss_and_grad(m, t, None, temperature=1.0, layouts=how)[0])
     (term,) = terms_of(model, None, Algorithm())
     counts = []
-    for length in ([6, 6, 5, 6, 3, 4, 6, 6, 6, 6, 6, 6], [6, 3, 6, 6, 3, 3, 3, 6, 3, 3, 3, 3], [6] * 12, [3] * 12):
+    draws = ([6] * 12, [6, 6] + [5] * 10, [6] + [5] * 11, [6] * 3 + [3] * 9, [3] * 12)
+    for length in draws:
         rows = dataclasses.replace(term.batch.rows, length=jnp.asarray(length, jnp.int32))
         weight = jnp.where(rows.mask(), 0.1, 0)
         terms = (dataclasses.replace(term, batch=dataclasses.replace(term.batch, rows=rows, weight=weight)),)
         how = layouts(terms, 18, at_once=1)
         counts.append((int(how[0].count), step(model, terms, how).shape, step._cache_size()))
-    assert [c[2] for c in counts] == [1, 1, 1, 2]
-    assert counts[0][0] != counts[1][0]
+    assert [c[0] for c in counts] == [4, 4, 4, 3, 2]
+    assert [c[2] for c in counts] == [1, 1, 1, 1, 2]
 
 
 def test_a_term_without_weight_runs_no_pass_and_gives_zero():
@@ -168,6 +169,13 @@ def test_every_response_token_lies_in_one_place_and_no_more_rows_are_used_than_p
     assert (packed.index[int(passes.count) * size :] == -1).all()
     if at_once is not None:  # the shape knows nothing of the lengths
         assert count == -(-math.ceil(n / (width // longest)) // size) * size
+
+
+def test_a_row_holds_no_more_short_sequences_than_there_is_room_for():
+    """80 sequences of two tokens would fit into two rows of 128; a row has room for 32."""
+    rows = Rows(np.ones((80, 20), np.int32), np.ones(80, np.int32), np.full(80, 2, np.int32))
+    packed = plan_passes(rows, np.ones(80, bool), width=128).rows
+    assert sorted((packed.index[0] >= 0).sum(axis=1)) == [16, 32, 32]
 
 
 def test_what_cannot_be_packed_is_refused():
