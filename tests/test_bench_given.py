@@ -104,10 +104,10 @@ def test_rows_are_split_into_prompts_and_completions(model):
     losses = iter([1.0, 2.0, 3.0])
     assert checked(lambda: next(losses), given) == [[1.0, 2.0]]
     assert counted(lambda: next(losses), given)() == mask.sum()
-    given["config"]["microbatch"] = 4
+    given["config"]["peer_microbatch"] = 4
     assert parts(given, "TRL GRPOTrainer, micro-batches") == [slice(0, 4), slice(4, 8)]
     assert parts(given, "TRL GRPOTrainer") == [slice(0, 8)]
-    given["config"]["microbatch"] = 3
+    given["config"]["peer_microbatch"] = 3
     with pytest.raises(ValueError, match="8 rows do not split into micro-batches of 3"):
         parts(given, "TRL GRPOTrainer, micro-batches")
     with pytest.raises(ValueError, match="prompts of one length"):

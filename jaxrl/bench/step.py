@@ -58,6 +58,7 @@ def step(
             "accelerator": accelerator,
         }
         config |= {"dtype": scale.dtype, "remat": scale.remat, "microbatch": scale.microbatch}
+        config["peer_microbatch"] = scale.peer_microbatch
         with tempfile.TemporaryDirectory(prefix="jaxrl-bench-") as folder:
             file = write_given(Path(folder), model, arrays, **config)
             found = compare(

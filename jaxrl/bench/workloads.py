@@ -132,7 +132,8 @@ class GivenBatch:
 class Scale:
     """A model with the workloads of ``rollout`` and the batches of ``step`` by name. ``target``: as in ``compare``.
 
-    ``dtype`` is computed in, ``remat`` is the training step's, ``microbatch`` the rows of its micro-batches.
+    ``dtype`` is computed in, ``remat`` is the training step's, ``microbatch`` the rows of its micro-batches,
+    ``peer_microbatch`` of the peers'.
     """
 
     model: Qwen2
@@ -142,6 +143,7 @@ class Scale:
     dtype: str = "float32"
     remat: str = "none"
     microbatch: int = 8
+    peer_microbatch: int = 4
 
 
 FULL = Scale(
@@ -156,6 +158,8 @@ FULL = Scale(
         "ragged": GivenBatch(prompts=8, width=32, n=8, new=128, mean=32),
     },
     target=1.0,
+    microbatch=4,  # of 2, 4, 8 and 16 our fastest on one core; the peers' calls are dearer and want fewer
+    peer_microbatch=8,
 )
 QUICK = Scale(
     model=Qwen2(hidden=64, layers=2, heads=4, kv_heads=2, vocab=512, positions=128),

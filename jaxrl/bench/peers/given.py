@@ -14,9 +14,9 @@ def split(world):
 
 
 def parts(world, case):
-    """Rows of each micro-batch, as slices: all at once, or ``config["microbatch"]`` where the case says so."""
+    """Rows of each micro-batch, as slices: all at once, or ``config["peer_microbatch"]`` where the case says so."""
     rows = len(world["tokens"])
-    size = min(rows, world["config"]["microbatch"]) if case.endswith(", micro-batches") else rows
+    size = min(rows, world["config"]["peer_microbatch"]) if case.endswith(", micro-batches") else rows
     if rows % size:
         raise ValueError(f"{rows} rows do not split into micro-batches of {size}")
     return [slice(i, i + size) for i in range(0, rows, size)]
