@@ -158,7 +158,7 @@ FULL = Scale(
         "ragged": GivenBatch(prompts=8, width=32, n=8, new=128, mean=32),
     },
     target=1.0,
-    microbatch=4,  # of 2, 4, 8 and 16 our fastest on one core; the peers' calls are dearer and want fewer
+    microbatch=4,  # of 2, 4, 8 and 16 our fastest on one core; the peers' was not searched for
     peer_microbatch=8,
 )
 QUICK = Scale(
