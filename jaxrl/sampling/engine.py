@@ -33,7 +33,7 @@ class SlotSpec:
     """How the engine is laid out. Only speed and memory depend on it.
 
     - ``slots``: rows that decode at once; ``chunk``: steps between two looks at the host; ``admit``: rows whose end cuts
-      a chunk short while samples wait; ``ahead``: chunks in flight before one is read.
+      a chunk short while samples wait; ``ahead``: chunks in flight before one is read, once no sample waits for a row.
     - ``share``: attend to a prompt's stored keys from all its samples (None: where a prompt has several).
     - ``pools``: capacities by halving, so that short rows do not pay for the longest (attention reads a row's whole
       capacity); a row that outgrows one is copied to the next. ``compact``: halve the number of rows when half of
@@ -136,7 +136,9 @@ class _Stream:
             for record in records:
                 jax.tree.map(_start_copy, record.drawn)
             self.pending.append(records)
-            if len(self.pending) > self.spec.ahead or not records:
+            # a row that stays free for a chunk costs more than the device's wait for the host
+            ahead = self.spec.ahead if records and not self.prompts.waiting else 0
+            while len(self.pending) > ahead:
                 yield from self.read(self.pending.popleft())
         while self.pending:
             yield from self.read(self.pending.popleft())

@@ -19,7 +19,7 @@ from jaxrl.sampling.requests import Request
 PREFILL_TOKENS = 4096  # tokens of one prefill call, padding included
 SMALLEST = 16  # least width of a prompt bucket and least capacity of a pool, tokens
 LEAST_ROWS = 8  # rows below which fewer save nothing
-STORED = 2  # times as many samples' prompts are stored as there are rows: a prompt stays while one of its rows does
+STORED = 3  # times as many samples' prompts are stored as there are rows: a prompt stays while one of its rows does
 
 
 class Layout(Protocol):
@@ -200,11 +200,17 @@ class Prompts:
         return self.samples_left
 
     def store(self, wanted: int) -> list[Stored]:
-        """The next prompts to be prefilled in one call, places taken: enough for ``wanted`` samples, if they fit."""
+        """The next prompts to be prefilled in one call, places taken: enough for ``wanted`` samples, if they fit.
+
+        Rows that the call has anyway are filled with the prompts after those.
+        """
         batch: list[Stored] = []
-        while self.queue and self.places and wanted > 0 and len(batch) < self.shapes.prefill:
+        most = self.shapes.prefill
+        while self.queue and self.places and len(batch) < most:
             batch.append(Stored(self.queue.popleft(), self.places.popleft()))
             wanted -= min(len(batch[-1].asked.samples), self.shapes.group)
+            if wanted <= 0:
+                most = self.shapes.prefill_rows(len(batch))
         self.open += batch
         return batch
 
