@@ -281,7 +281,7 @@ def test_compilations_are_counted():
 def test_nothing_is_compiled_after_the_second_step_whatever_is_kept(monkeypatch, tmp_path):
     kept = [3, 5, 8, 0, 1, 6, 0, 8]  # of 8 prompts, a step; 0: all filtered, 8: none
     by_step, step = {}, Run.step
-    monkeypatch.setattr(Collector, "_greedy", lambda self, policy, prompts, root, step: (np.arange(8) >= kept[step], 0))
+    monkeypatch.setattr(Collector, "_greedy", lambda self, prompts, root, step: (np.arange(8) >= kept[step], 0))
 
     def counted(self, number):
         before = len(COMPILED)
