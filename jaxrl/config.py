@@ -6,6 +6,7 @@ keeps and ``from_tree`` reads again; ``changed`` says what a resumed run may not
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -125,10 +126,11 @@ SCHEMA = Schema(
         EngineSpec: ENGINES,
     },
     ranges=RANGES,
+    untyped=(EngineSpec,),
 )
 
 # What a resumed run may change, by dotted prefix: how long it goes on, and what it writes on the way.
-RESUMABLE = ("steps", "eval", "checkpoint", "rollout.log_every")
+RESUMABLE = ("steps", "eval", "checkpoint", "rollout.log_every", "rollout.engine")
 
 
 def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Experiment:
@@ -182,7 +184,12 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any], run: str | pathlib.Path) -> None:
-    """Raise ``UsageError`` naming each key and both values when ``new`` cannot resume the run of ``old``."""
+    """Raise ``UsageError`` naming each key and both values when ``new`` cannot resume the run of ``old``.
+
+    A key that ``old`` was written without has its default.
+    """
+    with contextlib.suppress(UsageError):
+        old = to_tree(from_tree(old))
     refused = set(changed(old, new))
     lines = [f"  {key}: {was!r} -> {now!r}" for key, was, now in _differences(old, new, ()) if key in refused]
     if lines:

@@ -51,10 +51,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Schema:
-    """``registries``: protocol -> (tag -> class). ``ranges``: ``Class.field`` or ``field`` -> Range."""
+    """``registries``: protocol -> (tag -> class). ``ranges``: ``Class.field`` or ``field`` -> Range.
+
+    ``untyped``: protocols whose pieces are of the field's default type where a config names none.
+    """
 
     registries: Mapping[Any, Mapping[str, type]]
     ranges: Mapping[str, Range]
+    untyped: tuple[Any, ...] = ()
 
     def range_of(self, cls: type, name: str) -> Range | None:
         """The range of a field: its own, or the one that all fields of this name share."""
@@ -110,8 +114,9 @@ class Reader:
             if not field.init:
                 continue
             if field.name in tree:
-                limits = self.schema.range_of(cls, field.name)
-                values[field.name] = self.value(hints(cls)[field.name], tree[field.name], (*path, field.name), limits)
+                hint, limits = hints(cls)[field.name], self.schema.range_of(cls, field.name)
+                given = self.typed(hint, tree[field.name], field)
+                values[field.name] = self.value(hint, given, (*path, field.name), limits)
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 values[field.name] = self.fail((*path, field.name), "this key is needed and has no default")
         if any(value is FAILED for value in values.values()) or any(key not in hints(cls) for key in tree):
@@ -120,6 +125,15 @@ class Reader:
             return cls(**values)
         except (ValueError, TypeError) as error:
             return self.fail(*named(path, str(error)))
+
+    def typed(self, hint: Any, tree: Any, field: dataclasses.Field[Any]) -> Any:
+        """A piece that may be written without its ``type`` is of the default's."""
+        if hint not in self.schema.untyped or not isinstance(tree, dict) or "type" in tree:
+            return tree
+        registry = self.schema.registries[hint]
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        tags = [tag for tag, cls in registry.items() if cls is type(made)]
+        return {"type": tags[0], **tree} if tags else tree
 
     def value(self, hint: Any, tree: Any, path: Path, limits: Range | None) -> Any:
         """A value of type ``hint``: a piece, a section, a list of either, or a plain value."""

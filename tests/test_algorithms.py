@@ -70,7 +70,8 @@ def models():
     return tiny_model(0), tiny_model(1)
 
 
-SLOW = ("sampler_logps", "token_tis")  # programs of their own, for what test_old_logps works by hand
+# programs of their own, for what other files work by hand
+SLOW = ("sampler_logps", "token_tis", "both_kls", "forward_nll_sequence", "reverse_kl")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TABLE])

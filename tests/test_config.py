@@ -190,6 +190,11 @@ def test_a_wrong_override_says_which_and_why(load, change, expected):
         ("rollout: {n: '4'}", "c.yaml:6: rollout.n: expected an integer from 1 to 1000000000, got '4'"),
         ("rollout: 4", "c.yaml:6: rollout: expected a section with keys (prompts, n,"),
         (
+            "rollout: {engine: {slots: many}}",
+            "c.yaml:6: rollout.engine.slots: expected an integer from 1 to 10000000, got 'many'",
+        ),
+        ("rollout: {engine: {slot: 3}}", "c.yaml:6: rollout.engine.slot: unknown key; did you mean 'slots'?"),
+        (
             "rollout: {engine: {type: slots, chunk: 0}}",
             "c.yaml:6: rollout.engine.chunk: expected an integer from 1 to 10000000, got 0",
         ),
@@ -386,6 +391,13 @@ def test_a_resumed_run_may_go_on_longer_and_write_more_often(load):
     old = to_tree(load())
     new = to_tree(load(MINIMAL, "steps=40", "eval.every=5", "eval.k=[1]", "checkpoint.every=1", "rollout.log_every=1"))
     assert changed(old, new) == []
+    check_resume(old, new, "runs/x")
+
+
+def test_a_resumed_run_may_lay_out_its_engine_otherwise_and_have_been_written_before_a_key_existed(load):
+    old, new = to_tree(load()), to_tree(load(MINIMAL, "rollout.engine.slots=4"))
+    check_resume(old, new, "runs/x")
+    del old["rollout"]["engine"], old["algorithm"]["old_logps"]
     check_resume(old, new, "runs/x")
 
 

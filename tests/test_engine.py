@@ -11,6 +11,7 @@ from near_ties import assert_same_up_to_near_ties
 from two_processes import run_in_two_processes
 
 from jaxrl import keys
+from jaxrl.errors import JaxrlError
 from jaxrl.mesh import make_mesh, shard_tree
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_model, param_axes, with_config
@@ -292,6 +293,21 @@ def test_parts_and_buckets_are_few_and_hold_what_they_must(total):
     assert len({bucket(n) for n in range(1, 3000)}) == 16
 
 
+@pytest.mark.parametrize(
+    ("samples", "slots", "filled"),
+    [([128] + [1] * 499, 128, 128), ([256] * 16, 128, 128), ([16] * 4, 64, 64), ([1000], 64, 64), ([8] * 32, 64, 64)],
+)
+def test_as_many_prompts_are_stored_as_it_takes_to_fill_the_slots(samples, slots, filled):
+    asked = [Asked(p, np.zeros(5, np.int32), [(g, 30) for g in range(n)]) for p, n in enumerate(samples)]
+    size = shapes(asked, SlotSpec(slots=slots), Reserve())
+    if not size.share:
+        assert size.slots >= filled
+        return
+    rows = sorted((min(n, size.group) for n in samples), reverse=True)[: size.prompts]
+    assert sum(rows) >= filled
+    assert size.prompts * size.group <= 4 * slots  # what a step's shared attention is padded to
+
+
 def test_shapes_depend_on_the_reserve_not_on_how_many_prompts_are_left():
     def sizes(prompts):
         asked = [Asked(p, np.zeros(10 + p, np.int32), [(g, 30) for g in range(4)]) for p in range(prompts)]
@@ -333,6 +349,27 @@ def test_a_sample_asked_for_twice_no_stop_ids_and_a_sleeping_engine_are_refused(
     assert len(list(engine.stream([one], Sampling(WARM, STOPS, KEY)))) == 2
     with pytest.raises(ValueError, match=r"rollout.engine.slots: expected at least 1, got 0"):
         SlotSpec(slots=0)
+
+
+def test_parameters_that_are_not_finite_are_an_error_that_names_the_sample_and_the_version(model):
+    broken = jax.tree.map(lambda x: x, model)
+    broken.norm[...] = broken.norm[...] * jnp.nan
+    requests = [Request(3, np.ones(2, np.int32), 2, 5)]
+    for strategy in (WARM, Greedy(), TopP(p=0.5)):
+        stream = engine_of(broken, version=7).stream(requests, Sampling(strategy, STOPS, KEY))
+        with pytest.raises(JaxrlError, match=r"of prompt 3: .*response token 0 is not finite.*version 7"):
+            list(stream)
+
+
+def test_keys_and_prompts_of_another_kind_are_refused(model):
+    one = Request(3, np.ones(2, np.int32), 2, 5)
+    with pytest.raises(ValueError, match=r"key: expected a threefry key"):
+        engine_of(model).stream([one], Sampling(WARM, STOPS, jax.random.key(0, impl="rbg")))
+    for wrong in (np.array([1.7]), np.ones((1, 2), np.int32)):
+        with pytest.raises(ValueError, match=r"request 0 \(uid 3\): expected a prompt of token ids"):
+            engine_of(model).stream([dataclasses.replace(one, prompt=wrong)], Sampling(WARM, STOPS, KEY))
+    with pytest.raises(ValueError, match="first >= 0"):
+        engine_of(model).stream([dataclasses.replace(one, first=2**31 - 1)], Sampling(WARM, STOPS, KEY))
 
 
 def test_nothing_to_sample_is_no_error(model):

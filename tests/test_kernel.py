@@ -52,6 +52,7 @@ def test_every_method_gives_the_dense_gram_matrix(world, method):
     assert kernel.method == ("reference" if method == "auto" else method)
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_derivative_that_finite_differences_measure(world):
     model, a, b, expected = world
     for i in range(2):

@@ -67,6 +67,7 @@ def test_the_shortest_rows_are_scored(model, width):
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient(model, rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_double_precision_parameters_give_double_precision_scores(x64):
     model = cast(some_model(), jnp.float64)

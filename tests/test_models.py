@@ -164,10 +164,11 @@ def test_embedding_gradients_are_summed_in_single_precision():
     "sizes",
     [
         dict(fsdp=2, tensor=2),
-        pytest.param(dict(data=2, fsdp=2), marks=pytest.mark.slow),
-        pytest.param(dict(data=2, tensor=2), marks=pytest.mark.slow),
+        dict(data=2, fsdp=2),
+        dict(data=2, tensor=2),
     ],
 )
+@pytest.mark.slow
 def test_a_sharded_model_scores_and_differentiates_like_an_unsharded_one(model, sizes):
     mesh = make_mesh(**({"fsdp": 1} | sizes), devices=jax.devices()[:4])
     rows = jax.tree.map(lambda x: x[:20], every_row())

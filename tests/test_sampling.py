@@ -134,6 +134,7 @@ def test_on_one_two_and_four_devices_rows_agree_up_to_near_ties(model):
     assert min(check_across_meshes(model, [(1, 2, 1), (1, 2, 2)])) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_on_one_two_and_four_devices_tokens_are_equal_in_double_precision(x64, double):
     assert list(check_across_meshes(double, [(1, 2, 1), (2, 2, 1)])) == [1, 1]

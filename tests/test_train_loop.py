@@ -362,6 +362,7 @@ def test_devices_change_no_number_beyond_rounding(monkeypatch, tmp_path):
         assert found[devices] == pytest.approx(found[1], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_step_are_split_over_the_devices(monkeypatch):
     use_devices(monkeypatch, 4)
     x = experiment(SELF, mesh=MeshSpec(data=2, fsdp=2))

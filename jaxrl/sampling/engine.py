@@ -1,8 +1,9 @@
 """Our own rollout engine: fixed slots, refilled as rows end, over prompts that are stored once.
 
 Three compiled programs do the work (``jaxrl.sampling.programs``); the loop on the host only says which row takes
-which sample, and reads what was drawn one chunk late, so that the device never waits for it. Nothing that the host
-decides changes what a row draws.
+which sample. While samples wait for a row it reads a chunk before it dispatches the next, because a row that stays free
+for a chunk costs more than the device's wait; then chunks run ahead of what is read. Nothing that the host decides
+changes what a row draws.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl import keys
+from jaxrl.errors import JaxrlError
 from jaxrl.mesh import to_host
 from jaxrl.models.decoder import Decoder
 from jaxrl.sampling import programs
@@ -100,6 +102,8 @@ class SlotEngine:
             raise RuntimeError("the engine holds no parameters (it sleeps, or an update consumed them): call load")
         requests, config = list(requests), self._weights.model.config
         check_requests(requests, sampling.stop_ids, vocab_size=config.vocab_size, room=config.max_positions)
+        if "fry" not in str(sampling.key.dtype):
+            raise ValueError(f"key: expected a threefry key, as keys.root(seed) makes it, got {sampling.key.dtype}")
         return _Stream(self, self._weights, requests, sampling).run() if requests else iter(())
 
 
@@ -228,8 +232,9 @@ class _Stream:
 
     def promote(self) -> None:
         """Copy rows that may run out of room before the next look to the next pool, as far as it has rows."""
-        margin = (1 + self.spec.ahead) * self.shapes.chunk
-        for i, pool in enumerate(self.pools[:-1]):
+        margin = (1 + (0 if self.prompts.waiting else self.spec.ahead)) * self.shapes.chunk
+        for i in range(len(self.pools) - 1):
+            pool = self.pools[i]
             outgrown = [o for o in pool.who if o is not None and o.outgrows(pool.capacity, margin)]
             if outgrown:
                 self.resize(i + 1, len(outgrown))
@@ -269,6 +274,7 @@ class _Stream:
             for i, opened in enumerate(record.who):
                 if opened is None or opened.ended:
                     continue
+                self.check(opened, logp[i, : count[i]])
                 opened.add(token[i, : count[i]], logp[i, : count[i]])
                 if live[i]:
                     continue
@@ -276,6 +282,15 @@ class _Stream:
                 opened.pool.leave(opened)
                 self.prompts.finish(opened, self.shapes.share)
                 yield self.sample(opened)
+
+    def check(self, o: Opened, logps: np.ndarray) -> None:
+        """A token that was drawn has a finite log-probability, unless the parameters are not finite themselves."""
+        if not np.isfinite(logps).all():
+            at = o.count + int(np.flatnonzero(~np.isfinite(logps))[0])
+            raise JaxrlError(
+                f"sample {o.index} of prompt {o.uid}: the log-probability of response token {at} is not finite: the "
+                f"parameters (version {self.version}) hold NaN or infinite values, or the temperature is too close to 0"
+            )
 
     def sample(self, o: Opened) -> Sample:
         """A finished row as the caller gets it."""

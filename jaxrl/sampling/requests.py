@@ -119,9 +119,11 @@ def check_requests(
         name = f"request {i} (uid {r.uid})"
         if not 0 <= r.uid < UID_LIMIT:
             raise ValueError(f"{name}: expected a uid from 0 to {UID_LIMIT - 1}")
+        if np.ndim(r.prompt) != 1 or (not np.issubdtype(np.asarray(r.prompt).dtype, np.integer) and len(r.prompt)):
+            raise ValueError(f"{name}: expected a prompt of token ids i32[S], got {np.asarray(r.prompt)!r:.60}")
         if len(r.prompt) == 0:
             raise ValueError(f"{name}: expected a prompt of at least one token, got none")
-        if r.n < 1 or r.max_new < 1 or r.first < 0:
+        if r.n < 1 or r.max_new < 1 or r.first < 0 or r.first + r.n > UID_LIMIT:
             raise ValueError(f"{name}: expected n >= 1, max_new >= 1, first >= 0; got {r.n}, {r.max_new}, {r.first}")
         _check_ids(f"{name}: prompt", np.asarray(r.prompt), vocab_size)
         if room is not None and len(r.prompt) + r.max_new > room:

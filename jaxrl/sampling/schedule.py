@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from jaxrl.sampling.requests import Request
 PREFILL_TOKENS = 4096  # tokens of one prefill call, padding included
 SMALLEST = 16  # least width of a prompt bucket and least capacity of a pool, tokens
 LEAST_ROWS = 8  # rows below which fewer save nothing
-STORED = 3  # times as many samples' prompts are stored as there are rows: a prompt stays while one of its rows does
+STORED = 4  # times as many samples' prompts are stored as there are rows: a prompt stays while one of its rows does
+GROUP = 16  # rows of one prompt that decode at once, where there are prompts enough to fill the others
 
 
 class Layout(Protocol):
@@ -123,9 +125,11 @@ def shapes(asked: Sequence[Asked], layout: Layout, reserve: Reserve) -> Shapes:
     prompts = max(len(asked), reserve.prompts)
     total = max(sum(len(a.samples) for a in asked), most * reserve.prompts)
     slots = layout.slots if layout.fixed else min(layout.slots, 1 << (total - 1).bit_length())
-    share = most > 1 if layout.share is None else layout.share
+    mean = sum(len(a.samples) for a in asked) / len(asked)
+    share = mean >= 2 if layout.share is None else layout.share
     width = bucket(max(reserve.width, *(len(a.prompt) for a in asked)))
-    group = min(most, slots) if share else 1
+    # many prompts with few rows each rather than few with many: a prompt keeps its place until its last sample ends
+    group = min(most, max(min(math.ceil(mean), GROUP), -(-slots // prompts))) if share else 1
     at_once = max(1, PREFILL_TOKENS // width)
     stored = min(1 << (prompts - 1).bit_length(), max(2, -(-STORED * slots // group)) if share else slots)
     prefill = min(stored, at_once)
