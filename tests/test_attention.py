@@ -248,7 +248,7 @@ def rows_of(heads, groups, width=SEGMENTS.shape[1], dtype=jnp.float32):
     )
 
 
-def compared(name, heads, segments, window):
+def check_against_plain_sums(name, heads, segments, window):
     """An implementation and ``xla`` against plain sums, and the gradients of one against those of the other."""
     q, k, v = rows_of(*heads)
     given = None if segments is None else jnp.asarray(segments)
@@ -269,19 +269,19 @@ def compared(name, heads, segments, window):
 
 
 def test_whole_rows_with_segments_and_a_window_equal_plain_sums():
-    compared("jax", *ROW_CASES[-1])
+    check_against_plain_sums("jax", *ROW_CASES[-1])
 
 
 @SLOW
 @pytest.mark.parametrize(("heads", "segments", "window"), ROW_CASES[:-1])
 def test_whole_rows_equal_plain_sums(heads, segments, window):
-    compared("jax", heads, segments, window)
+    check_against_plain_sums("jax", heads, segments, window)
 
 
 @SLOW
 @pytest.mark.parametrize(("heads", "segments", "window"), ROW_CASES)
 def test_splash_equals_plain_sums(heads, segments, window, interpreted):
-    compared("splash", heads, segments, window)
+    check_against_plain_sums("splash", heads, segments, window)
 
 
 @SLOW

@@ -47,7 +47,7 @@ def loss(head):
     return run
 
 
-def close(got, expected, tolerance):
+def assert_close(got, expected, tolerance):
     """Largest difference, relative to the largest entry."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
@@ -71,7 +71,7 @@ def test_blocks_equal_whole_logits_in_values_and_gradients(x64, v, block, tied, 
     ours = loss(lambda *a, **k: token_head(*a, limit=limit, tied=tied, block=block, **k))
     theirs = loss(lambda *a, temperature: whole(*a, temperature, limit, tied))
     got, expected = (quick_jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(*args) for f in (ours, theirs))
-    close(got, expected, 1e-12)
+    assert_close(got, expected, 1e-12)
 
 
 @pytest.mark.x64
@@ -96,7 +96,7 @@ def test_the_divergence_by_blocks_equals_that_of_whole_distributions(x64, tied, 
     got, truth = (
         quick_jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(states, matrix) for f in (ours, expected)
     )
-    close(got, truth, 1e-12)
+    assert_close(got, truth, 1e-12)
     assert not np.any(token_head_kl(states, matrix, states, matrix, tied=tied, limit=limit, block=32))
 
 
@@ -107,16 +107,16 @@ def test_a_vocabulary_of_qwens_size_and_one_that_nothing_divides(v, block):
     ours = loss(lambda *a, **k: token_head(*a, block=block, **k))
     theirs = loss(lambda *a, temperature: whole(*a, temperature, None, True))
     got, expected = (quick_jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(*args) for f in (ours, theirs))
-    close(got, expected, 1e-5)
+    assert_close(got, expected, 1e-5)
 
 
 def test_a_large_logit_in_a_late_block_rescales_what_came_before():
     states = jnp.ones((1, 1))
     matrix = jnp.asarray([[0.0], [1.0], [300.0], [299.0]])
     got = token_head(states, matrix, jnp.asarray([3]), block=2)
-    close(got, whole(states, matrix, jnp.asarray([3]), 1.0, None, True), 1e-6)
+    assert_close(got, whole(states, matrix, jnp.asarray([3]), 1.0, None, True), 1e-6)
     back = token_head(states, -matrix, jnp.asarray([3]), block=2)
-    close(back, whole(states, -matrix, jnp.asarray([3]), 1.0, None, True), 1e-6)
+    assert_close(back, whole(states, -matrix, jnp.asarray([3]), 1.0, None, True), 1e-6)
 
 
 def test_a_token_above_the_limit_has_no_probability_and_no_gradient():
@@ -148,9 +148,9 @@ def test_half_precision_is_accumulated_in_float32_and_rounded_once(tied):
 
     grad = quick_jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
     (got, grads), (expected, wide_grads) = grad(*half), grad(*full)
-    close(got, expected, 1e-5)
+    assert_close(got, expected, 1e-5)
     assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
-    close(jax.tree.map(lambda x: x.astype(jnp.float32), grads), wide_grads, 4e-3)  # one rounding: 2^-9
+    assert_close(jax.tree.map(lambda x: x.astype(jnp.float32), grads), wide_grads, 4e-3)  # one rounding: 2^-9
 
 
 @pytest.mark.parametrize("tied", [True, False])
