@@ -365,6 +365,8 @@ def test_a_sample_asked_for_twice_no_stop_ids_and_a_sleeping_engine_are_refused(
     assert len(list(engine.stream([one], Sampling(WARM, STOPS, KEY)))) == 2
     with pytest.raises(ValueError, match=r"rollout.engine.slots: expected at least 1, got 0"):
         SlotSpec(slots=0)
+    with pytest.raises(ValueError, match=r"rollout.engine.fixed: a fixed layout has one pool"):
+        SlotSpec(fixed=True, pools=2)
 
 
 def test_parameters_that_are_not_finite_are_an_error_that_names_the_sample_and_the_version(model):

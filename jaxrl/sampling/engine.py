@@ -40,8 +40,9 @@ class SlotSpec:
     - ``pools``: capacities by halving, so that short rows do not pay for the longest (attention reads a row's whole
       capacity); a row that outgrows one is copied to the next. ``compact``: halve the number of rows when half of
       them is free and nothing waits.
-    - ``fixed``: one width, one capacity, no compaction, so that a row's numbers are bitwise the same whatever its
-      neighbours; otherwise they agree to rounding.
+    - ``fixed``: one width, one capacity, no compaction: streams of as many prompts, as many samples and as long a
+      longest prompt and response run the same programs, so that a row's numbers are bitwise the same whatever its
+      neighbours. Otherwise they agree to rounding.
     """
 
     slots: int = 128
@@ -57,6 +58,9 @@ class SlotSpec:
         for name, least in (("slots", 1), ("chunk", 1), ("admit", 1), ("ahead", 0), ("pools", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"rollout.engine.{name}: expected at least {least}, got {getattr(self, name)}")
+
+        if self.fixed and self.pools > 1:
+            raise ValueError("rollout.engine.fixed: a fixed layout has one pool; leave out pools, or fixed")
 
     def build(self, mesh: Mesh | None = None) -> SlotEngine:
         """The engine."""
@@ -99,7 +103,9 @@ class SlotEngine:
         Raises ``ValueError`` for requests that cannot be sampled and ``RuntimeError`` without parameters.
         """
         if self._weights is None:
-            raise RuntimeError("the engine holds no parameters (it sleeps, or an update consumed them): call load")
+            raise RuntimeError(
+                "the engine holds no parameters (none were loaded, it sleeps, or an update consumed them): call load"
+            )
         requests, config = list(requests), self._weights.model.config
         check_requests(requests, sampling.stop_ids, vocab_size=config.vocab_size, room=config.max_positions)
         if "fry" not in str(sampling.key.dtype):
