@@ -107,6 +107,31 @@ class Rollouts:
 
 @container
 @dataclass(frozen=True)
+class Samples:
+    """Responses that something other than the policy wrote, and which of them are correct."""
+
+    rows: Rows  # [P B]
+    correct: Bool[Array, "P B"]
+
+
+@container
+@dataclass(frozen=True)
+class Pairs:
+    """M preferences: row 0 of each is the chosen response, row 1 the rejected one, of one prompt.
+
+    ``ref_logps`` are of the reference model, nats, 0 off the response. ``data_logps`` are whole-response
+    log-probs under the policy that wrote the data, where they were supplied. A pair that is not ``valid`` is
+    a place that the step's prompts did not fill.
+    """
+
+    rows: Rows  # [M 2]
+    ref_logps: Float[Array, "M 2 L"]
+    valid: Bool[Array, " M"]
+    data_logps: Float[Array, "M 2"] | None = None
+
+
+@container
+@dataclass(frozen=True)
 class Graded:
     """Rollouts with rewards, and whatever else the algorithm's pieces declared that they need."""
 
@@ -118,9 +143,21 @@ class Graded:
     old_logps: Float[Array, "P G L"] | None = None  # of the policy before the first mini-batch, by the trainer
     greedy_correct: Bool[Array, " P"] | None = None
     ref_logps: Float[Array, "P G L"] | None = None
-    values: Float[Array, "P G L"] | None = None
+    values: Float[Array, "P G L"] | None = None  # at token t: of the state before it, by the critic
+    end_values: Float[Array, "P G"] | None = None  # of the states after the last token
+    greedy_reward: Float[Array, " P"] | None = None  # of the policy's greedy response
+    token_reward: Float[Array, "P G L"] | None = None  # beside ``reward``, at single tokens; set by ``prepare``
+    chance: Float[Array, " P"] | None = None  # uniform in [0, 1), a function of seed, step and prompt
+    matched: Int[Array, ""] | None = None  # prompts that another run kept at this step
     base: Rollouts | None = None  # samples of the base model on the same prompts, [P B]
     base_correct: Bool[Array, "P B"] | None = None
+    base_logps: Float[Array, "P B L"] | None = None  # of the base's samples under the base, by the trainer
+    stream: Samples | None = None  # samples of the base model on prompts of a stream of their own
+    teacher: Samples | None = None  # samples of the teacher on the same prompts
+    demonstrations: Samples | None = None  # solutions that the task brings for the same prompts
+    pairs: Pairs | None = None  # preferences of a file
+    probe: Rows | None = None  # the run's probe, [M]
+    probe_logps: Float[Array, "M L"] | None = None  # of the probe under the base
 
 
 @container

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl.mean import Mean
 from jaxrl.models.scoring import FORWARD, Scorer
 from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Batch, wide
@@ -25,6 +26,17 @@ class TokenLoss(Piece):
 
     # Ratio range (below, above 1) by which clip violations of this loss are counted.
     clip_range: tuple[float, float] = (0.2, 0.2)
+    # Whether ``refresh`` does anything.
+    refreshes: bool = False
+
+    def refresh(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> tuple[Batch, dict[str, Mean]]:
+        """The batch of one optimiser step with what must be fixed by the current policy, and metrics of it.
+
+        Called once a step on the whole mini-batch, without gradient, before any micro-batch.
+        """
+        return batch, {}
 
     def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
         """Losses of one row. Raises ``TypeError`` for a loss that has only the form ``tokens``."""
@@ -98,9 +110,7 @@ class FullKl(TokenLoss):
     def tokens(
         self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
     ) -> Float[Array, "N L"]:
-        if reference is None:
-            raise ValueError("a forward KL with estimator 'full' needs the reference model, got None")
-        return score.kl(reference, model, batch.rows)
+        return score.kl(reference_of(reference, "base"), model, batch.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +148,17 @@ def k2(logps: Array, ref_logps: Array) -> Array:
 def k3(logps: Array, ref_logps: Array) -> Array:
     """``exp(d) - 1 - d`` with ``d = ref - logp``, nats: unbiased for ``KL(pi || ref)``, never negative."""
     return jnp.expm1(ref_logps - logps) - (ref_logps - logps)
+
+
+def reference_of(reference: Any, who: str) -> Any:
+    """The frozen model ``who`` (``base`` or ``teacher``) out of a step's reference models.
+
+    ``reference`` is the base alone, or a dict of models by name. Raises ``ValueError`` when it is not there.
+    """
+    found = reference.get(who) if isinstance(reference, dict) else reference if who == "base" else None
+    if found is None:
+        raise ValueError(f"a loss of this step needs the {who} model, got None")
+    return found
 
 
 def weighted_sum(

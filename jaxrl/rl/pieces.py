@@ -13,7 +13,27 @@ from typing import Any, ClassVar
 
 # Everything that a piece can ask the collector for.
 NEEDS = frozenset(
-    {"greedy_correct", "ref_logps", "base_samples", "reference_model", "values", "trainer_logps", "sampler_logps"}
+    {
+        "rollouts",  # of the policy; without them nothing is sampled but what is named below
+        "trainer_logps",
+        "sampler_logps",
+        "ref_logps",
+        "greedy_correct",
+        "greedy_reward",
+        "values",
+        "end_values",
+        "chance",
+        "matched",
+        "reference_model",
+        "teacher_model",
+        "base_samples",
+        "base_logps",
+        "stream_samples",
+        "teacher_samples",
+        "demonstrations",
+        "pairs",
+        "probe",
+    }
 )
 
 
