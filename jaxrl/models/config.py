@@ -65,6 +65,7 @@ class ModelConfig:
     attention: str = "auto"
     vocab_limit: int | None = None
     init_std: float = 0.02
+    value_head: bool = False
     source: str | None = field(default=None, compare=False)
     checkpoint_dtype: str | tuple[tuple[str, str], ...] | None = field(default=None, compare=False)
 

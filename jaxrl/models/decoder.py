@@ -36,8 +36,11 @@ from jaxrl.models.layers import (
 from jaxrl.types import wide
 
 
+OUTSIDE = ("embed", "norm", "head", "value")  # parameters that no layer holds
+
+
 class Decoder(nnx.Module):
-    """Token embedding, stacked layers, final norm and (untied) head. Make one by ``init_model`` or ``load_model``."""
+    """Token embedding, stacked layers, final norm, (untied) head and (a critic's) value head. Make one by ``init_model`` or ``load_model``."""
 
     def __init__(self, config: ModelConfig, init: Any):
         self.config = config
@@ -46,6 +49,7 @@ class Decoder(nnx.Module):
         self.norm = nnx.Param(init("norm", (config.hidden_size,)))
         head = None if config.tied else nnx.Param(init("head", (config.hidden_size, config.vocab_size)))
         self.head = head
+        self.value = nnx.Param(init("value", (config.hidden_size,))) if config.value_head else None
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +72,7 @@ def init_model(config: ModelConfig, key: Key[Array, ""]) -> Decoder:
     def init(name: str, shape: tuple[int, ...]) -> Array:
         if name in NORMS or name == "norm":
             return jnp.ones(shape, dtype)
-        if name.endswith("_bias"):
+        if name.endswith("_bias") or name == "value":
             return jnp.zeros(shape, dtype)
         return jax.random.normal(keys.at(key, name), shape, dtype) * config.init_std
 
@@ -82,7 +86,7 @@ def abstract_model(config: ModelConfig, dtype: Any = jnp.float32) -> Decoder:
 
 def build(config: ModelConfig, leaves: dict[str, Any]) -> Decoder:
     """A model from its named parameters (``embed``, ``layers.q``, ...)."""
-    return Decoder(config, lambda name, shape: leaves[name if name in ("embed", "norm", "head") else f"layers.{name}"])
+    return Decoder(config, lambda name, shape: leaves[name if name in OUTSIDE else f"layers.{name}"])
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -90,12 +94,15 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
     if not config.tied:
         shapes["head"] = (config.hidden_size, config.vocab_size)
+    if config.value_head:
+        shapes["value"] = (config.hidden_size,)
     return shapes | {f"layers.{name}": shape for name, shape in layer_shapes(config).items()}
 
 
 def param_axes(config: ModelConfig) -> Decoder:
     """The model's structure with a tuple of logical axis names in the place of every array."""
-    axes = {"embed": ("vocab", "embed"), "norm": ("embed",), "head": ("embed", "vocab")} | LAYER_AXES
+    outside = {"embed": ("vocab", "embed"), "norm": ("embed",), "head": ("embed", "vocab"), "value": ("embed",)}
+    axes = outside | LAYER_AXES
     return Decoder(config, lambda name, shape: axes[name])
 
 
