@@ -35,7 +35,6 @@ from jaxrl.models.layers import (
 )
 from jaxrl.types import wide
 
-
 OUTSIDE = ("embed", "norm", "head", "value")  # parameters that no layer holds
 
 

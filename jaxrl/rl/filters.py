@@ -1,8 +1,8 @@
 """Which prompts may teach. A filter never changes a shape: dropped prompts get weight 0.
 
-A *prefilter* sees only the greedy results, before any rollout is paid for. A *filter* sees the
-graded rollouts. Both decide by correctness, never by reward (a shaped reward can spread within a
-group that is all wrong).
+A *prefilter* acts before any rollout is paid for and sees only the greedy results and chance. A
+*filter* sees the graded rollouts. Both decide by correctness, never by reward (a shaped reward can
+spread within a group that is all wrong); the one exception says so.
 """
 
 from __future__ import annotations
@@ -11,21 +11,35 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Graded
 
 
 class Prefilter(Piece, ABC):
-    """``greedy_correct bool[P] -> bool[P]``, True: sample this prompt."""
+    """``greedy_correct bool[P] -> bool[P]``, True: sample this prompt.
+
+    ``chance`` (uniform in [0, 1) a prompt) and ``matched`` (how many prompts another run kept at this step) are
+    given to pieces that need them; only the shape of ``greedy_correct`` is read by pieces that do not.
+    """
+
+    run: str | None = None  # the run folder whose kept prompts are matched
 
     @abstractmethod
-    def __call__(self, greedy_correct: Bool[Array, " P"]) -> Bool[Array, " P"]: ...
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]: ...
 
 
 class Filter(Piece, ABC):
     """``Graded -> bool[P]``, True: this prompt's rollouts train the policy."""
+
+    run: str | None = None  # as for a prefilter
+    drops: bool = True  # False: every sampled prompt is kept
 
     @abstractmethod
     def __call__(self, graded: Graded) -> Bool[Array, " P"]: ...
@@ -33,11 +47,16 @@ class Filter(Piece, ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAll(Prefilter):
-    """Every prompt is sampled; only the shape of ``greedy_correct`` is read."""
+    """Every prompt is sampled."""
 
     tag = "all"
 
-    def __call__(self, greedy_correct: Bool[Array, " P"]) -> Bool[Array, " P"]:
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]:
         return jnp.ones(jnp.shape(greedy_correct), bool)
 
 
@@ -52,8 +71,69 @@ class SampleGreedyFails(Prefilter):
     tag = "greedy_fails"
     needs = frozenset({"greedy_correct"})
 
-    def __call__(self, greedy_correct: Bool[Array, " P"]) -> Bool[Array, " P"]:
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]:
         return ~jnp.asarray(greedy_correct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGreedySucceeds(Prefilter):
+    """Only prompts whose greedy response is right: Eq. 9 of arXiv 2510.02230 as printed, a control."""
+
+    tag = "greedy_succeeds"
+    needs = frozenset({"greedy_correct"})
+
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]:
+        return jnp.asarray(greedy_correct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRandom(Prefilter):
+    """Each prompt with probability ``rate``, whatever its answers: drift of a filter without its choice."""
+
+    tag = "random"
+    needs = frozenset({"chance"})
+    rate: float
+
+    def __post_init__(self) -> None:
+        within("algorithm.prefilter.rate", self.rate, 0, 1)
+
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]:
+        return chance < self.rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMatched(Prefilter):
+    """As many prompts as the run in folder ``run`` kept at the same step, drawn at random.
+
+    With ``no_kept: skip`` both runs take the same optimiser steps too.
+    """
+
+    tag = "matched"
+    needs = frozenset({"chance", "matched"})
+    run: str
+
+    def __call__(
+        self,
+        greedy_correct: Bool[Array, " P"],
+        chance: Float[Array, " P"] | None = None,
+        matched: Int[Array, ""] | None = None,
+    ) -> Bool[Array, " P"]:
+        return smallest(chance, matched)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +141,7 @@ class KeepAll(Filter):
     """Every sampled prompt trains."""
 
     tag = "all"
+    drops = False
 
     def __call__(self, graded: Graded) -> Bool[Array, " P"]:
         return jnp.ones(graded.uid.shape, bool)
@@ -81,13 +162,37 @@ class KeepGreedyFails(Filter):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeepGreedySucceeds(Filter):
+    """Prompts whose greedy response is right, after sampling: the inverse filter."""
+
+    tag = "greedy_succeeds"
+    needs = frozenset({"greedy_correct"})
+
+    def __call__(self, graded: Graded) -> Bool[Array, " P"]:
+        return jnp.asarray(graded.greedy_correct)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mixed(Filter):
-    """``0 < #correct < G``: the groups that carry a binary-reward signal (arXiv 2503.14476)."""
+    """``0 < #correct < G``: the groups that carry a binary-reward signal (DAPO; arXiv 2503.14476)."""
 
     tag = "mixed"
 
     def __call__(self, graded: Graded) -> Bool[Array, " P"]:
         return jnp.any(graded.correct, axis=1) & ~jnp.all(graded.correct, axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpread(Filter):
+    """Groups whose rewards are not all equal: drops from every denominator what has advantage 0.
+
+    By reward, so under a shaped one a group that is all wrong may stay, which ``mixed`` drops.
+    """
+
+    tag = "reward_spread"
+
+    def __call__(self, graded: Graded) -> Bool[Array, " P"]:
+        return jnp.max(graded.reward, axis=1) > jnp.min(graded.reward, axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,5 +210,41 @@ class SolveRate(Filter):
         return jnp.sum(graded.correct, axis=1) <= int(self.max * graded.correct.shape[1] + 1e-9)
 
 
-PREFILTERS = registry(SampleAll, SampleGreedyFails)
-FILTERS = registry(KeepAll, KeepGreedyFails, Mixed, SolveRate)
+@dataclass(frozen=True, kw_only=True)
+class KeepRandom(Filter):
+    """Each prompt with probability ``rate``, after sampling: at the generated tokens of a run without a filter."""
+
+    tag = "random"
+    needs = frozenset({"chance"})
+    rate: float
+
+    def __post_init__(self) -> None:
+        within("algorithm.keep.rate", self.rate, 0, 1)
+
+    def __call__(self, graded: Graded) -> Bool[Array, " P"]:
+        return graded.chance < self.rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepMatched(Filter):
+    """As many prompts as the run in folder ``run`` kept at the same step, drawn at random after sampling."""
+
+    tag = "matched"
+    needs = frozenset({"chance", "matched"})
+    run: str
+
+    def __call__(self, graded: Graded) -> Bool[Array, " P"]:
+        return smallest(graded.chance, graded.matched)
+
+
+def smallest(chance: Float[Array, " P"], count: Int[Array, ""]) -> Bool[Array, " P"]:
+    """The ``count`` entries with the smallest numbers, the first of equal ones."""
+    chance = jnp.asarray(chance)
+    rank = jnp.argsort(jnp.argsort(chance, stable=True), stable=True)
+    return rank < jnp.asarray(count, rank.dtype)
+
+
+PREFILTERS = registry(SampleAll, SampleGreedyFails, SampleGreedySucceeds, SampleRandom, SampleMatched)
+FILTERS = registry(
+    KeepAll, KeepGreedyFails, KeepGreedySucceeds, Mixed, RewardSpread, SolveRate, KeepRandom, KeepMatched
+)
