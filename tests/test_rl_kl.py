@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 from rl_cases import SCORE, graded_of, quick_jit, tiny_model
 
-from jaxrl.models.decoder import hidden, logits
+from jaxrl.mesh import make_mesh, shard_tree, to_mesh
+from jaxrl.models.decoder import hidden, logits, param_axes
 from jaxrl.models.logps import token_logps
-from jaxrl.rl.losses import FullKl, Nll, k1, k2, k3
-from jaxrl.rl.regularisers import KL_LOSSES, KL_REFUSED, Kl
+from jaxrl.models.scoring import FORWARD, REVERSE, Reverse
+from jaxrl.rl.advantages import total_reward
+from jaxrl.rl.kl import DIRECTIONS, ESTIMATORS, KL_LOSSES, KL_REFUSED, KL_REWARD, SCOPES, WHERE
+from jaxrl.rl.losses import FullKl, Nll, PolicyGradient, k1, k2, k3
+from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.update import loss_and_grad
-from jaxrl.types import Rollouts, Rows
+from jaxrl.types import Batch, Rollouts, Rows, Samples, Term
 
 EOS, START = 2, 3  # tokens 0 and 1 continue, 2 ends, 3 only opens the prompt (above the vocabulary limit)
 RESPONSES = [(EOS,)] + [(a, b) for a in (0, 1) for b in (0, 1, EOS)]
-COMBINATIONS = list(itertools.product(("forward", "reverse"), ("token", "sequence"), ("nll", "full", "k1", "k2", "k3")))
+COMBINATIONS = list(itertools.product(DIRECTIONS, SCOPES, ESTIMATORS, WHERE))
+IN_REWARD = Kl(direction="reverse", scope="sequence", estimator="k1", where="reward")
 
 GRADIENT = quick_jit(loss_and_grad)
 
@@ -60,6 +65,7 @@ def as_graded(policy, base):
         ref_logps=ref,
         base=rollouts,
         base_correct=jnp.ones((len(RESPONSES), 1), bool),
+        stream=Samples(rows, jnp.ones((len(RESPONSES), 1), bool)),
     )
 
 
@@ -119,16 +125,17 @@ def test_enumeration_is_complete(pair):
 
 @pytest.mark.x64
 @pytest.mark.parametrize("scope", ["token", "sequence"])
-@pytest.mark.parametrize("estimator", ["nll", "full"])
-def test_base_sample_estimators_descend_the_forward_kl(pair, scope, estimator):
+@pytest.mark.parametrize(("estimator", "prompts"), [("nll", "all"), ("full", "all"), ("full", "stream")])
+def test_base_sample_estimators_descend_the_forward_kl(pair, scope, estimator, prompts):
     policy, base = pair
-    got = expected_gradient(Kl(scope=scope, estimator=estimator, samples=1), policy, base)
+    got = expected_gradient(Kl(scope=scope, estimator=estimator, samples=1, prompts=prompts), policy, base)
     assert close(got, sequence_kl("forward")(policy, base))
 
 
 @pytest.mark.x64
 @pytest.mark.parametrize(
-    ("direction", "estimator", "other"), [("reverse", "k2", "forward"), ("forward", "k3", "reverse")]
+    ("direction", "estimator", "other"),
+    [("reverse", "k2", "forward"), ("reverse", "full", "forward"), ("forward", "k3", "reverse")],
 )
 def test_on_policy_estimators_descend_conditional_kls_only(pair, direction, estimator, other):
     policy, base = pair
@@ -136,6 +143,51 @@ def test_on_policy_estimators_descend_conditional_kls_only(pair, direction, esti
     assert close(got, token_kl_at_policy_prefixes(direction)(policy, base))
     assert not close(got, token_kl_at_policy_prefixes(other)(policy, base), 0.05)
     assert not close(got, sequence_kl(direction)(policy, base), 0.01)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("to_go", [True, False])
+def test_k1_in_the_reward_descends_the_reverse_kl_of_whole_responses(pair, to_go):
+    """Exactly, as rewards to go and as one reward a response; per-token rewards alone would not."""
+    policy, base = pair
+    graded = as_graded(policy, base)
+    mask = graded.rollouts.rows.mask()
+    graded = dataclasses.replace(graded, token_reward=IN_REWARD.token_reward(1.0, graded, mask))
+    each = graded.token_reward[:, 0]
+    if to_go:
+        advantage = jnp.flip(jnp.cumsum(jnp.flip(each, -1), -1), -1)
+    else:
+        advantage = jnp.broadcast_to(total_reward(graded), each.shape)
+
+    def gradient(advantage):
+        weight = jnp.where(mask[:, 0], jnp.exp(sequence_logp(policy))[:, None], 0)
+        batch = Batch(all_responses(), advantage, graded.old_logps[:, 0], weight)
+        return GRADIENT(policy, (Term(batch, PolicyGradient()),), base, temperature=1.0)[1]
+
+    expected = sequence_kl("reverse")(policy, base)
+    assert close(gradient(advantage), expected)
+    assert not close(gradient(each), expected, 0.01)
+
+
+@pytest.mark.x64
+def test_a_kl_in_the_reward_is_minus_the_coefficient_times_k1_on_counted_tokens(pair):
+    policy, base = pair
+    graded = as_graded(policy, base)
+    mask = graded.rollouts.rows.mask() & (jnp.arange(len(RESPONSES)) > 0)[:, None, None]
+    wild = dataclasses.replace(graded, ref_logps=jnp.where(mask, graded.ref_logps, jnp.nan))
+    got = IN_REWARD.token_reward(0.3, wild, mask)
+    np.testing.assert_allclose(got, np.where(mask, -0.3 * (graded.old_logps - graded.ref_logps), 0), atol=1e-15)
+    assert np.any(got != 0)
+    assert IN_REWARD.in_reward
+    assert IN_REWARD.needs == {"rollouts", "ref_logps"}
+
+
+def test_what_is_in_the_reward_is_no_term_and_a_term_is_not_in_the_reward():
+    with pytest.raises(TypeError, match="is no term"):
+        IN_REWARD(1.0, None, None, None)
+    assert not Kl().in_reward
+    with pytest.raises(TypeError, match="adds nothing to the reward"):
+        Kl().token_reward(1.0, None, None)
 
 
 @pytest.mark.x64
@@ -147,28 +199,111 @@ def test_k1_as_a_loss_has_zero_expected_gradient(pair):
 
 
 def test_every_combination_is_admitted_or_refused_with_its_reason():
-    assert set(KL_LOSSES) | set(KL_REFUSED) == set(COMBINATIONS)
-    assert not set(KL_LOSSES) & set(KL_REFUSED)
-    for direction, scope, estimator in COMBINATIONS:
-        fields = {"direction": direction, "scope": scope, "estimator": estimator}
-        if (direction, scope, estimator) in KL_LOSSES:
-            assert Kl(**fields).loss.tag == estimator
+    admitted = {*KL_LOSSES, KL_REWARD}
+    assert admitted | set(KL_REFUSED) == set(COMBINATIONS)
+    assert not admitted & set(KL_REFUSED)
+    assert len(admitted) == 8
+    for chosen in COMBINATIONS:
+        direction, scope, estimator, where = chosen
+        fields = {"direction": direction, "scope": scope, "estimator": estimator, "where": where}
+        if chosen in admitted:
+            piece = Kl(**fields)
+            assert piece.in_reward or piece.loss == KL_LOSSES[chosen]
         else:
-            with pytest.raises(ValueError, match=f"{direction} {scope} {estimator} is refused: .+"):
+            place = " in the reward" if where == "reward" else ""
+            with pytest.raises(ValueError, match=f"{direction} {scope} {estimator}{place} is refused: .+"):
                 Kl(**fields)
+
+
+def test_each_kl_asks_for_what_it_reads():
+    assert Kl(estimator="nll").needs == {"base_samples"}
+    assert Kl().needs == {"base_samples", "reference_model"}
+    assert Kl(prompts="stream").needs == {"stream_samples", "reference_model"}
+    assert Kl(estimator="k3").needs == {"rollouts", "ref_logps"}
+    assert Kl(direction="reverse", estimator="full").needs == {"rollouts", "reference_model"}
 
 
 def test_unusable_kl_settings_are_refused():
     with pytest.raises(ValueError, match="did you mean 'forward'"):
         Kl(direction="forwards")
+    with pytest.raises(ValueError, match="did you mean 'reward'"):
+        Kl(where="rewards")
     with pytest.raises(ValueError, match="selects base samples"):
-        Kl(direction="reverse", estimator="k2", source="correct")
+        Kl(direction="reverse", estimator="full", source="correct")
+    with pytest.raises(ValueError, match="'stream' holds base samples"):
+        Kl(estimator="k3", prompts="stream")
     with pytest.raises(ValueError, match="samples"):
         Kl(samples=0)
 
 
+def scored_rows():
+    tokens = np.random.default_rng(0).integers(0, 7, (4, 8))
+    start, length = (jnp.asarray(x, jnp.int32) for x in ([1, 3, 2, 4], [6, 8, 2, 8]))
+    return Rows(jnp.asarray(tokens, jnp.int32), start, length)
+
+
+def kl_run(score, rows, pair):
+    """The reverse KL of the first model from the second, and the gradient by both of a random weighting of it."""
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)))
+
+    def value(pair):
+        each = score.reverse_kl(*pair, rows, temperature=0.7)
+        return jnp.sum(weight * each), each
+
+    return quick_jit(jax.value_and_grad(value, has_aux=True))(pair)
+
+
+def whole_kl(pair, rows, limit):
+    log = [jax.nn.log_softmax(logits(m, hidden(m, rows.tokens), 0.7)[..., :limit]) for m in pair]
+    each = jnp.sum(jnp.exp(log[0]) * (log[0] - log[1]), -1)
+    return jnp.where(rows.mask(), jnp.pad(each[:, :-1], [(0, 0), (1, 0)]), 0)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("score", "model", "reference", "limit"),
+    [
+        (Reverse(responses=5), {"num_layers": 1, "vocab_limit": 7}, {"num_layers": 1, "vocab_limit": 7}, 7),
+        pytest.param(REVERSE, {"tied": False}, {"tied": False}, 8, marks=pytest.mark.slow),
+        pytest.param(REVERSE, {"tied": False}, {"hidden_size": 6, "num_layers": 1}, 8, marks=pytest.mark.slow),
+        pytest.param(REVERSE, {}, {"tied": False}, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_the_reverse_kl_by_blocks_is_that_of_whole_distributions(x64, score, model, reference, limit):
+    """Values and gradients, against one way in primitives; a reference of another shape and head too."""
+    pair, rows = (tiny_model(0, **model), tiny_model(1, **reference)), scored_rows()
+    expected = kl_run(FORWARD, rows, pair)
+    (_, each), (by_model, by_reference) = expected
+    np.testing.assert_allclose(each, quick_jit(whole_kl, static_argnums=2)(pair, rows, limit), atol=1e-12)
+    assert not np.any(flat(by_reference))
+    assert np.all(np.isfinite(flat(by_model)))
+    for a, b in zip(jax.tree.leaves(kl_run(score, rows, pair)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(b).max())))
+
+
+@pytest.mark.slow
+@pytest.mark.x64
+@pytest.mark.parametrize("kind", [{}, {"tied": False, "vocab_limit": 5}])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
+def test_the_reverse_kl_of_a_head_split_over_a_mesh_is_the_same(x64, kind, shape):
+    pair, mesh, rows = (tiny_model(0, **kind), tiny_model(1, **kind)), make_mesh(*shape), scored_rows()
+    rows = Rows(rows.tokens % 5, rows.start, rows.length)
+    expected = kl_run(Reverse(responses=5), rows, pair)
+    there = tuple(shard_tree(mesh, param_axes(m.config), m) for m in pair)
+    got = kl_run(Reverse(responses=5, mesh=mesh), to_mesh(mesh, rows), there)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1.0, float(jnp.abs(b).max())))
+
+
+@pytest.mark.parametrize("score", [FORWARD, REVERSE])
+@pytest.mark.parametrize("other", [{"vocab_size": 9}, {"vocab_limit": 7}])
+def test_models_of_two_vocabularies_have_no_divergence(score, other):
+    with pytest.raises(ValueError, match="vocabulary of 8 entries, 8 of them known"):
+        score.kl(tiny_model(1, **other), tiny_model(0), scored_rows())
+
+
 def test_full_kl_without_a_reference_says_so():
-    with pytest.raises(ValueError, match="needs the reference model"):
+    with pytest.raises(ValueError, match="needs the base model"):
         FullKl().tokens(None, None, None, temperature=1.0)
 
 

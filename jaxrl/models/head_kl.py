@@ -28,28 +28,34 @@ def token_head_kl(
     tied: bool = True,
     block: int | None = None,
     mesh: Mesh | None = None,
+    turned: bool = False,
 ) -> Float[Array, " N"]:
     """``sum_v p_v log(p_v / q_v)``, nats: p of states ``known`` under ``reference``, q of ``states`` under ``matrix``.
 
-    Matrices are ``[V d]`` where ``tied``, else ``[d V]``, both alike. No gradient reaches ``known`` and
+    ``turned``: ``sum_v q_v log(q_v / p_v)`` instead. Matrices are ``[V d]`` where ``tied``, else ``[d V]``, both alike. No gradient reaches ``known`` and
     ``reference``. Dtypes, ``limit``, ``block`` and ``mesh`` as for ``token_head``; memory is about twice that.
     """
     how = Blocks.of(matrix, limit, tied, block, mesh)
     first = jax.lax.stop_gradient((divided(known, reference, temperature), reference))
-    return _kl(how, *first, divided(states, matrix, temperature), matrix)
+    return _kl(how, turned, *first, divided(states, matrix, temperature), matrix)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kl(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> Array:
-    return _divergence(how, known, reference, states, matrix)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kl(how: Blocks, turned: bool, known: Array, reference: Array, states: Array, matrix: Array) -> Array:
+    return _divergence(how, turned, known, reference, states, matrix)[0]
 
 
-def _divergence(how: Blocks, *arrays: Array) -> tuple[Array, Array, Array]:
-    return how.run(partial(_sums, how), arrays, (POSITIONS, MATRIX) * 2, (POSITIONS,) * 3)
+def _divergence(
+    how: Blocks, turned: bool, known: Array, reference: Array, states: Array, matrix: Array
+) -> tuple[Array, Array, Array]:
+    """The divergence, and the log-partitions of p and q."""
+    arrays = (states, matrix, known, reference) if turned else (known, reference, states, matrix)
+    found, first, second = how.run(partial(_sums, how), arrays, (POSITIONS, MATRIX) * 2, (POSITIONS,) * 3)
+    return (found, second, first) if turned else (found, first, second)
 
 
 def _sums(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, Array, Array]:
-    """The divergence and both log-partitions."""
+    """The divergence of the first from the second, and both log-partitions."""
     dtype = wide(known.dtype, reference.dtype, states.dtype, matrix.dtype)
 
     def body(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -76,25 +82,28 @@ def _sums(how: Blocks, known: Array, reference: Array, states: Array, matrix: Ar
     return gap / total - (lse - other), lse, other
 
 
-def _forward(how: Blocks, known: Array, reference: Array, states: Array, matrix: Array) -> tuple[Array, tuple]:
-    found, lse, other = _divergence(how, known, reference, states, matrix)
-    return found, (known, reference, states, matrix, lse, other)
+def _forward(
+    how: Blocks, turned: bool, known: Array, reference: Array, states: Array, matrix: Array
+) -> tuple[Array, tuple]:
+    found, lse, other = _divergence(how, turned, known, reference, states, matrix)
+    return found, (known, reference, states, matrix, lse, other, found)
 
 
-def _backward(how: Blocks, kept: tuple[Array, ...], g: Array) -> tuple[None, None, Array, Array]:
-    """``dw_v = g (q_v - p_v)``."""
+def _backward(how: Blocks, turned: bool, kept: tuple[Array, ...], g: Array) -> tuple[None, None, Array, Array]:
+    """``dw_v = g (q_v - p_v)``; turned, ``g q_v (log(q_v / p_v) - KL)``."""
 
     def part(
-        known: Array, reference: Array, states: Array, matrix: Array, lse: Array, other: Array, g: Array
+        known: Array, reference: Array, states: Array, matrix: Array, lse: Array, other: Array, found: Array, g: Array
     ) -> tuple[Array, Array]:
         def cotangent(i: Array, w: Array) -> Array:
             z = how.logits(known, how.take(reference, i)).astype(lse.dtype)
-            gap = jnp.exp(w.astype(lse.dtype) - other[:, None]) - jnp.exp(z - lse[:, None])
-            return (g[:, None] * gap).astype(w.dtype)
+            logp, logq = z - lse[:, None], w.astype(lse.dtype) - other[:, None]
+            by = jnp.exp(logq) * (logq - logp - found[:, None]) if turned else jnp.exp(logq) - jnp.exp(logp)
+            return (g[:, None] * by).astype(w.dtype)
 
         return how.pull(states, matrix, cotangent)
 
-    like = (*(POSITIONS, MATRIX) * 2, *(POSITIONS,) * 3)
+    like = (*(POSITIONS, MATRIX) * 2, *(POSITIONS,) * 4)
     return None, None, *how.run(part, (*kept, g), like, (POSITIONS, MATRIX))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl.models.decoder import Decoder, hidden, logits
-from jaxrl.types import Rows, check_shapes, is_concrete
+from jaxrl.types import Rows, check_shapes, is_concrete, wide
 
 CHUNK = 128  # positions a head call; memory is rows * CHUNK * V
 
@@ -67,17 +67,75 @@ def token_kl(
     unbiased estimate of ``KL(pi_ref || pi_model)`` with less variance than ``nll``. No gradient
     reaches the reference.
     """
+    return _token_kl(reference, model, rows, temperature, chunk, lambda ref, new: (ref, new))
+
+
+def token_reverse_kl(
+    model: Decoder, reference: Decoder, rows: Rows, *, temperature: float | Array = 1.0, chunk: int = CHUNK
+) -> Float[Array, "N L"]:
+    """``sum_v p_model log(p_model / p_ref)`` at each response position, nats; 0 elsewhere.
+
+    Prefixes are taken as they are: on rows drawn from the model the gradient is that of the conditional KLs alone,
+    not of how the model moves the prefixes. No gradient reaches the reference.
+    """
+    return _token_kl(reference, model, rows, temperature, chunk, lambda ref, new: (new, ref))
+
+
+def _token_kl(
+    reference: Decoder,
+    model: Decoder,
+    rows: Rows,
+    temperature: float | Array,
+    chunk: int,
+    order: Callable[[Array, Array], tuple[Array, Array]],
+) -> Float[Array, "N L"]:
+    """``sum_v p log(p / q)``; ``order`` makes p and q of the reference and the model."""
     check_scored(model, rows, temperature)
+    check_divergence(reference, model)
 
     def score(states: tuple[Array, ...], token: Array) -> Array:
         ref = jax.lax.stop_gradient(jax.nn.log_softmax(logits(reference, states[0], temperature), axis=-1))
         new = jax.nn.log_softmax(logits(model, states[1], temperature), axis=-1)
+        p, q = order(ref, new)
         # both are -inf above the vocabulary limit, where the difference must count as 0
-        gap = jnp.where(jnp.isneginf(ref), 0, ref - jnp.where(jnp.isneginf(ref), 0, new))
-        return jnp.sum(jnp.exp(ref) * gap, axis=-1)
+        return jnp.sum(_p_times(p, p - jnp.where(jnp.isneginf(p), 0, q)), axis=-1)
 
     states = (jax.lax.stop_gradient(hidden(reference, rows.tokens)), hidden(model, rows.tokens))
     return _masked(rows, _over_chunks(score, states, rows, chunk))
+
+
+def token_values(model: Decoder, rows: Rows) -> Float[Array, "N L"]:
+    """What a critic says of the state before token ``t`` (its prefix), at response positions; 0 elsewhere.
+
+    In the rewards' unit. Raises ``ValueError`` for a model without a value head.
+    """
+    check_scored(model, rows, 1.0)
+    check_critic(model)
+    found = state_values(model, hidden(model, rows.tokens)[:, :-1])
+    return _masked(rows, jnp.pad(found, [(0, 0), (1, 0)]))
+
+
+def state_values(model: Decoder, states: Float[Array, "*B d"]) -> Float[Array, "*B"]:
+    """The value head on hidden states, in at least float32."""
+    value = model.value[...]
+    dtype = wide(states.dtype, value.dtype)
+    return jnp.einsum("...d,d->...", states.astype(dtype), value.astype(dtype))
+
+
+def check_critic(model: Decoder) -> None:
+    """Raises ``ValueError`` for a model without a value head."""
+    if model.value is None:
+        raise ValueError("values: expected a model with a value head (ModelConfig.value_head), got one without")
+
+
+def check_divergence(reference: Decoder, model: Decoder) -> None:
+    """Raises ``ValueError`` unless both models speak of the same entries of one vocabulary."""
+    ours, theirs = ((m.config.vocab_size, m.config.vocab_limit or m.config.vocab_size) for m in (model, reference))
+    if ours != theirs:
+        raise ValueError(
+            f"a KL between next-token distributions: expected a reference (or teacher) with the model's vocabulary of "
+            f"{ours[0]} entries, {ours[1]} of them known, got {theirs[0]} and {theirs[1]}"
+        )
 
 
 def check_scored(model: Decoder, rows: Rows, temperature: float | Array) -> None:

@@ -19,14 +19,24 @@ from jaxrl.mesh import partition
 from jaxrl.models.decoder import Decoder, hidden
 from jaxrl.models.head import token_head
 from jaxrl.models.head_kl import token_head_kl
-from jaxrl.models.logps import check_scored, token_kl, token_logps, token_scores
+from jaxrl.models.logps import (
+    check_critic,
+    check_divergence,
+    check_scored,
+    state_values,
+    token_kl,
+    token_logps,
+    token_reverse_kl,
+    token_scores,
+    token_values,
+)
 from jaxrl.types import Rows
 
 
 class Scorer(ABC):
     """``score(model, rows, temperature=1.0) -> logps [N L]``, nats at response positions and 0 elsewhere.
 
-    All three functions return at least float32, float64 where the parameters are, and speak of token t at index t.
+    All functions return at least float32, float64 where the parameters are, and speak of token t at index t.
     """
 
     def __call__(self, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0) -> Float[Array, "N L"]:
@@ -43,6 +53,16 @@ class Scorer(ABC):
         self, reference: Decoder, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0
     ) -> Float[Array, "N L"]:
         """``KL(reference || model)`` of the next-token distributions, nats. No gradient reaches the reference."""
+
+    @abstractmethod
+    def reverse_kl(
+        self, model: Decoder, reference: Decoder, rows: Rows, *, temperature: float | Array = 1.0
+    ) -> Float[Array, "N L"]:
+        """``KL(model || reference)`` of the next-token distributions, nats. No gradient reaches the reference."""
+
+    @abstractmethod
+    def values(self, model: Decoder, rows: Rows) -> Float[Array, "N L"]:
+        """What the value head says of the state before token t, in the rewards' unit."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,14 @@ class Forward(Scorer):
         self, reference: Decoder, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0
     ) -> Float[Array, "N L"]:
         return token_kl(reference, model, rows, temperature=temperature)
+
+    def reverse_kl(
+        self, model: Decoder, reference: Decoder, rows: Rows, *, temperature: float | Array = 1.0
+    ) -> Float[Array, "N L"]:
+        return token_reverse_kl(model, reference, rows, temperature=temperature)
+
+    def values(self, model: Decoder, rows: Rows) -> Float[Array, "N L"]:
+        return token_values(model, rows)
 
 
 class ByBlocks(Scorer):
@@ -109,17 +137,34 @@ class ByBlocks(Scorer):
     def kl(
         self, reference: Decoder, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0
     ) -> Float[Array, "N L"]:
+        return self._divergence(reference, model, rows, temperature, turned=False)
+
+    def reverse_kl(
+        self, model: Decoder, reference: Decoder, rows: Rows, *, temperature: float | Array = 1.0
+    ) -> Float[Array, "N L"]:
+        return self._divergence(reference, model, rows, temperature, turned=True)
+
+    def values(self, model: Decoder, rows: Rows) -> Float[Array, "N L"]:
+        check_scored(model, rows, 1.0)
+        check_critic(model)
+        return self.spread(state_values(model, self.states(model, rows)), rows)
+
+    def _divergence(
+        self, reference: Decoder, model: Decoder, rows: Rows, temperature: float | Array, *, turned: bool
+    ) -> Float[Array, "N L"]:
         check_scored(model, rows, temperature)
-        (known, _), (weight, tied) = matrix(reference), matrix(model)
+        check_divergence(reference, model)
+        (known, alike), (weight, tied) = matrix(reference), matrix(model)
         found = token_head_kl(
             self.states(reference, rows),
-            known,
+            known if alike == tied else known.T,
             self.states(model, rows),
             weight,
             temperature=temperature,
             limit=model.config.vocab_limit,
             tied=tied,
             mesh=self.mesh,
+            turned=turned,
         )
         return self.spread(found, rows)
 
@@ -168,6 +213,16 @@ class WithEntropy:
 
     def __call__(self, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0) -> tuple[Array, Array]:
         return self.score.scores(model, rows, temperature=temperature)
+
+
+@dataclass(frozen=True)
+class StateValues:
+    """``score.values`` likewise, called as log-probs are: a temperature means nothing to it."""
+
+    score: Scorer
+
+    def __call__(self, model: Decoder, rows: Rows, *, temperature: float | Array = 1.0) -> Float[Array, "N L"]:
+        return self.score.values(model, rows)
 
 
 FORWARD = Forward()

@@ -8,6 +8,7 @@ its tokens (whole distributions, a reference model) overrides ``tokens``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from jaxtyping import Array, Float
 
 from jaxrl.mean import Mean
 from jaxrl.models.scoring import FORWARD, Scorer
-from jaxrl.rl.pieces import Piece, registry, within
+from jaxrl.rl.pieces import Piece, one_of, registry, within
 from jaxrl.types import Batch, wide
+
+REFERENCE_NEEDS = {"base": "reference_model", "teacher": "teacher_model"}
 
 
 class TokenLoss(Piece):
@@ -26,6 +29,8 @@ class TokenLoss(Piece):
 
     # Ratio range (below, above 1) by which clip violations of this loss are counted.
     clip_range: tuple[float, float] = (0.2, 0.2)
+    # Whether it is a policy term's, on rollouts; False for the one that stands for having none.
+    on_rollouts: bool = True
     # Whether ``refresh`` does anything.
     refreshes: bool = False
 
@@ -86,6 +91,63 @@ class Clip(TokenLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SequenceClip(TokenLoss):
+    """``Clip`` with one ratio a response, ``exp(mean_t(logp - old_logp))`` over its counted tokens (GSPO; arXiv 2507.18071).
+
+    Each counted token's loss is that of its response (with its own advantage, where those differ by token), meant
+    with weights ``sequence_mean_token_mean``: then the response counts once. The ranges are small because the ratio is
+    a geometric mean.
+    """
+
+    tag = "sequence_clip"
+    low: float = 3e-4
+    high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        within("algorithm.loss.low", self.low, 0, 1)
+        within("algorithm.loss.high", self.high, 0)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.low, self.high
+
+    def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+        log_ratio, advantage = counted(logps - row.old_logps, row), counted(row.advantage, row)
+        ratio = jnp.exp(jnp.sum(log_ratio) / tokens_counted(row, logps.dtype))
+        clipped = jnp.clip(ratio, 1 - self.low, 1 + self.high)
+        return -jnp.minimum(ratio * advantage, clipped * advantage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(TokenLoss):
+    """``-A logp`` (REINFORCE; Williams 1992): no ratio, so it holds for the policy that sampled.
+
+    At ratio 1 its gradient is that of ``Clip``.
+    """
+
+    tag = "policy_gradient"
+
+    def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+        return -counted(row.advantage, row) * counted(logps, row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPolicy(TokenLoss):
+    """Stands for having no policy term: the step is its regularisers. Calling it raises ``TypeError``."""
+
+    tag = "none"
+    on_rollouts = False
+
+    def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+        raise TypeError("algorithm.loss none has no values: a recipe with it has no policy term")
+
+    def tokens(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> Float[Array, "N L"]:
+        return self(batch.weight, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Nll(TokenLoss):
     """``-logp``, of the model itself: its rows were not sampled by this policy, so temperature is 1."""
 
@@ -102,15 +164,59 @@ class Nll(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class FullKl(TokenLoss):
-    """``KL(reference || model)`` of the next-token distributions at each prefix, both at temperature 1."""
+    """``T^2 KL(p || q)`` of the next-token distributions at each prefix, p of the model ``who``, q of the one trained.
+
+    Both at ``temperature`` T, whatever the rollouts': above 1 it shows more of p's order among unlikely tokens, and
+    the factor keeps the gradient's size (arXiv 1503.02531). Raises ``ValueError`` for values out of range.
+    """
 
     tag = "full"
-    needs = frozenset({"reference_model"})
+    who: str = "base"
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("loss full.who", self.who, tuple(REFERENCE_NEEDS))
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"loss full.temperature: expected a number above 0, got {self.temperature!r}")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({REFERENCE_NEEDS[self.who]})
 
     def tokens(
         self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
     ) -> Float[Array, "N L"]:
-        return score.kl(reference_of(reference, "base"), model, batch.rows)
+        known = reference_of(reference, self.who)
+        return self.temperature**2 * score.kl(known, model, batch.rows, temperature=self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(TokenLoss):
+    """``max((V - R)^2, (clip(V, old - clip, old + clip) - R)^2) / 2`` of a critic's values (PPO; verl).
+
+    A value that left its old one by more than ``clip`` towards its return has no gradient; ``clip`` None clips nothing.
+    """
+
+    tag = "value"
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        within("algorithm.critic.clip", self.clip, 0)
+
+    def __call__(self, values: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+        """Of one row's ``values``, which take the place of log-probs."""
+        values, returns = counted(values, row), counted(row.returns, row)
+        loss = (values - returns) ** 2
+        if self.clip is not None:
+            old = counted(row.old_values, row)
+            loss = jnp.maximum(loss, (jnp.clip(values, old - self.clip, old + self.clip) - returns) ** 2)
+        return loss / 2
+
+    def tokens(
+        self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
+    ) -> Float[Array, "N L"]:
+        values = score.values(model, batch.rows)
+        return jax.vmap(self)(values, _adopt(batch, values.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +227,7 @@ class K2(TokenLoss):
     needs = frozenset({"ref_logps"})
 
     def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
-        return k2(_counted(logps, row), _counted(row.ref_logps, row))
+        return k2(counted(logps, row), counted(row.ref_logps, row))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +238,7 @@ class K3(TokenLoss):
     needs = frozenset({"ref_logps"})
 
     def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
-        return k3(_counted(logps, row), _counted(row.ref_logps, row))
+        return k3(counted(logps, row), counted(row.ref_logps, row))
 
 
 def k1(logps: Array, ref_logps: Array) -> Array:
@@ -171,8 +277,14 @@ def weighted_sum(
     return jnp.sum(jnp.where(weight != 0, values.astype(dtype), 0) * weight)
 
 
-def _counted(values: Array, row: Batch) -> Array:
+def counted(values: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+    """``values`` at the tokens that weigh something, else 0: whatever lies elsewhere reaches no value and no gradient."""
     return jnp.where(row.weight != 0, values, 0)
+
+
+def tokens_counted(row: Batch, dtype: jnp.dtype) -> Float[Array, ""]:
+    """How many tokens of a row weigh something, at least 1."""
+    return jnp.maximum(jnp.sum(row.weight != 0), 1).astype(dtype)
 
 
 def _adopt(batch: Batch, dtype: jnp.dtype) -> Batch:
@@ -180,4 +292,4 @@ def _adopt(batch: Batch, dtype: jnp.dtype) -> Batch:
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch)
 
 
-LOSSES = registry(Clip, Nll)
+LOSSES = registry(Clip, SequenceClip, PolicyGradient, Nll, NoPolicy)
