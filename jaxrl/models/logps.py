@@ -110,22 +110,17 @@ def token_values(model: Decoder, rows: Rows) -> Float[Array, "N L"]:
     In the rewards' unit. Raises ``ValueError`` for a model without a value head.
     """
     check_scored(model, rows, 1.0)
-    check_critic(model)
     found = state_values(model, hidden(model, rows.tokens)[:, :-1])
     return _masked(rows, jnp.pad(found, [(0, 0), (1, 0)]))
 
 
 def state_values(model: Decoder, states: Float[Array, "*B d"]) -> Float[Array, "*B"]:
-    """The value head on hidden states, in at least float32."""
+    """The value head on hidden states, in at least float32. Raises ``ValueError`` for a model without one."""
+    if model.value is None:
+        raise ValueError("values: expected a model with a value head (ModelConfig.value_head), got one without")
     value = model.value[...]
     dtype = wide(states.dtype, value.dtype)
     return jnp.einsum("...d,d->...", states.astype(dtype), value.astype(dtype))
-
-
-def check_critic(model: Decoder) -> None:
-    """Raises ``ValueError`` for a model without a value head."""
-    if model.value is None:
-        raise ValueError("values: expected a model with a value head (ModelConfig.value_head), got one without")
 
 
 def check_divergence(reference: Decoder, model: Decoder) -> None:

@@ -20,7 +20,6 @@ from jaxrl.models.decoder import Decoder, hidden
 from jaxrl.models.head import token_head
 from jaxrl.models.head_kl import token_head_kl
 from jaxrl.models.logps import (
-    check_critic,
     check_divergence,
     check_scored,
     state_values,
@@ -146,7 +145,6 @@ class ByBlocks(Scorer):
 
     def values(self, model: Decoder, rows: Rows) -> Float[Array, "N L"]:
         check_scored(model, rows, 1.0)
-        check_critic(model)
         return self.spread(state_values(model, self.states(model, rows)), rows)
 
     def _divergence(

@@ -203,9 +203,9 @@ class ValueLoss(TokenLoss):
     def __post_init__(self) -> None:
         within("algorithm.critic.clip", self.clip, 0)
 
-    def __call__(self, values: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
-        """Of one row's ``values``, which take the place of log-probs."""
-        values, returns = counted(values, row), counted(row.returns, row)
+    def __call__(self, logps: Float[Array, " L"], row: Batch) -> Float[Array, " L"]:
+        """Of one row's values, which take the place of ``logps``."""
+        values, returns = counted(logps, row), counted(row.returns, row)
         loss = (values - returns) ** 2
         if self.clip is not None:
             old = counted(row.old_values, row)
