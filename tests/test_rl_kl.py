@@ -72,6 +72,7 @@ def as_graded(policy, base):
 def expected_gradient(piece, policy, base):
     """The piece's gradient averaged over its sampling distribution; token scope as a sum over tokens."""
     graded = as_graded(policy, base)
+    graded = dataclasses.replace(graded, **{"base" if piece.prompts == "stream" else "stream": None})
     mask = graded.rollouts.rows.mask()
     term = piece(1.0, graded, mask, jnp.ones(len(RESPONSES), bool))
     probability = jnp.exp(sequence_logp(base if piece.on_base else policy))

@@ -372,7 +372,10 @@ def test_imitation_takes_the_prompts_and_samples_it_was_told(fields, counted):
 @pytest.mark.x64
 @pytest.mark.parametrize(("score", "temperature", "want"), [(FORWARD, 1.0, 0.085123), (REVERSE, 2.0, 0.098297)])
 def test_distillation_and_the_reverse_kl_are_the_worked_numbers(x64, score, temperature, want):
-    """p = (.7, .2, .1) of the teacher, q = (.5, .3, .2); distillation whatever the rollouts' temperature."""
+    """p = (.7, .2, .1) of the teacher, q = (.5, .3, .2); distillation whatever the rollouts' temperature.
+
+    The reverse KL is at the rollouts': at 1/2 that of the squares over their sums.
+    """
     student, teacher = fixed_logits([0.5, 0.3, 0.2]), fixed_logits([0.7, 0.2, 0.1])
     graded = imitated("teacher")
     graded.teacher.rows.tokens[...] %= 3
@@ -381,10 +384,13 @@ def test_distillation_and_the_reverse_kl_are_the_worked_numbers(x64, score, temp
 
     def both(student, models, batch):
         found = weighted_sum(student, models, batch, soft.loss, temperature=0.3, score=score)
-        return found, weighted_sum(student, models["teacher"], batch, ReverseKl(), temperature=1.0, score=score)
+        base = models["teacher"]
+        return found, *(weighted_sum(student, base, batch, ReverseKl(), temperature=t, score=score) for t in (1.0, 0.5))
 
+    p, q = np.asarray([0.49, 0.04, 0.01]) / 0.54, np.asarray([0.25, 0.09, 0.04]) / 0.38
+    half = np.sum(q * np.log(q / p))
     got = quick_jit(both)(student, {"base": student, "teacher": teacher}, soft.batch)
-    np.testing.assert_allclose(got, [want, 0.092033], rtol=0, atol=PRINTED)
+    np.testing.assert_allclose(got, [want, 0.092033, half], rtol=0, atol=PRINTED)
 
 
 def test_imitation_asks_for_its_samples_and_for_who_wrote_them():
