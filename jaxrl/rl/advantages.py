@@ -8,25 +8,16 @@ token. The prompts that a filter dropped are zeroed by the caller.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl.rl.pieces import Piece, registry, within
+from jaxrl.rl.pass_at_k import PassK, PassKTraining
+from jaxrl.rl.pieces import registry, within
+from jaxrl.rl.token_advantages import BatchWhiten, Gae
+from jaxrl.rl.token_rewards import Advantage, total_reward
 from jaxrl.types import Graded
-
-
-class Advantage(Piece, ABC):
-    """``(Graded, used) -> float[P, G, #L]``."""
-
-    @abstractmethod
-    def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G #L"]: ...
-
-    def returns(self, graded: Graded) -> Float[Array, "P G L"] | None:
-        """What a critic is fitted to, where this advantage has one."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +58,6 @@ class Centre(Advantage):
         return jnp.where(equal, 0, centred)[..., None]
 
 
-def total_reward(graded: Graded) -> Float[Array, "P G"]:
-    """The reward of a response, with what shaping and a KL in the reward add to its tokens."""
-    return graded.reward if graded.token_reward is None else graded.reward + jnp.sum(graded.token_reward, axis=-1)
-
-
-def token_rewards(graded: Graded) -> Float[Array, "P G L"]:
-    """Rewards by token: the response's own on its last token, beside what single tokens get; 0 off the response."""
-    rows = graded.rollouts.rows
-    last = rows.mask() & (jnp.arange(rows.tokens.shape[-1])[None, None] == rows.length[..., None] - 1)
-    own = jnp.where(last, graded.reward[..., None], 0)
-    return own if graded.token_reward is None else own + jnp.where(rows.mask(), graded.token_reward, 0)
-
-
 def _centred(reward: Float[Array, "P G"], tag: str) -> tuple[Float[Array, "P G"], Array]:
     """Rewards minus their group's mean, and bool[P, 1]: all rewards of the group are equal."""
     if reward.shape[1] < 2:
@@ -91,4 +69,71 @@ def _centred(reward: Float[Array, "P G"], tag: str) -> tuple[Float[Array, "P G"]
     return reward - jnp.mean(reward, axis=1, keepdims=True), equal
 
 
-ADVANTAGES = registry(GroupZScore, Centre)
+@dataclass(frozen=True, kw_only=True)
+class Plain(Advantage):
+    """The reward itself (REINFORCE; Williams 1992): unbiased, without a baseline."""
+
+    tag = "reward"
+
+    def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
+        return total_reward(graded)[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOut(Advantage):
+    """``r_i`` minus the mean of the prompt's other rewards, ``G/(G-1) (r_i - mean)`` (RLOO; arXiv 2402.14740)."""
+
+    tag = "leave_one_out"
+
+    def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
+        centred, equal = _centred(total_reward(graded), self.tag)
+        g = graded.reward.shape[1]
+        return jnp.where(equal, 0, centred * (g / (g - 1)))[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyBaseline(Advantage):
+    """``r_i`` minus the reward of the current policy's greedy response (ReMax; arXiv 2310.10505)."""
+
+    tag = "greedy_baseline"
+    needs = frozenset({"greedy_reward"})
+
+    def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
+        reward = total_reward(graded)
+        return (reward - graded.greedy_reward[:, None].astype(reward.dtype))[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed(Advantage):
+    """``positive`` for a correct response, ``negative`` for any other, whatever the reward (arXiv 2506.01347).
+
+    1 and 0 is PSR, 0 and -1 NSR, lambda and -1 W-REINFORCE. Their expected gradients are one, times
+    ``positive - negative``: ``grad P(correct) = -grad P(wrong)``.
+    """
+
+    tag = "signed"
+    positive: float = 0.1
+    negative: float = -1.0
+
+    def __post_init__(self) -> None:
+        within("algorithm.advantage.positive", self.positive, 0)
+        within("algorithm.advantage.negative", self.negative, -float("inf"), 0)
+
+    def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
+        dtype = graded.reward.dtype
+        right, wrong = jnp.asarray(self.positive, dtype), jnp.asarray(self.negative, dtype)
+        return jnp.where(graded.correct, right, wrong)[..., None]
+
+
+ADVANTAGES = registry(
+    GroupZScore,
+    Centre,
+    Plain,
+    LeaveOneOut,
+    GreedyBaseline,
+    Signed,
+    BatchWhiten,
+    Gae,
+    PassK,
+    PassKTraining,
+)

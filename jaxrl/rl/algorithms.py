@@ -8,6 +8,7 @@ Nothing here or in the training loop asks for an algorithm's name.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -17,22 +18,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxrl.rl.advantages import Advantage, GroupZScore
-from jaxrl.rl.filters import Filter, KeepAll, Prefilter, SampleAll, SampleGreedyFails
+from jaxrl.rl.critic import Critic
+from jaxrl.rl.filters import Filter, KeepAll, Prefilter, SampleAll
 from jaxrl.rl.losses import Clip, TokenLoss
 from jaxrl.rl.old_logps import OldLogps, Trainer
 from jaxrl.rl.pieces import one_of, within
-from jaxrl.rl.regularisers import Kl, Regulariser
-from jaxrl.rl.weights import SequenceMeanTokenSum, TokenMean, Weights
+from jaxrl.rl.refill import Refill
+from jaxrl.rl.regularisers import Regulariser
+from jaxrl.rl.shaping import Shaping
+from jaxrl.rl.weights import TokenMean, Weights
 from jaxrl.types import STOP_LENGTH, Batch, Graded, Term
 
 TRUNCATED = ("keep", "mask")
 NO_KEPT = ("regularise", "skip")
+WHOLE = ("matched", "probe", "probe_logps")  # fields of ``Graded`` that have no axis of prompts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """One recipe. The defaults are GRPO with a token-mean loss.
 
+    - ``shaping``: ``(coef, piece)`` pairs that add to the reward of single tokens, before any advantage.
+    - ``loss``: of the policy term, on rollouts; ``none`` for a recipe without one, which samples no rollouts unless a
+      regulariser reads them.
+    - ``regularisers``: ``(coef, piece)`` pairs, each a further term of the step, or a KL in the reward.
+    - ``critic``: what gives the values that an advantage needs.
+    - ``refill``: replace prompts that the filters drop; None masks their places.
     - ``epochs``: passes over a rollout batch; ``minibatches``: optimiser steps a pass, over prompts
       split in order into equal parts, each with weights of its own.
     - ``kept_first``: put kept prompts first before the split, so that survivors fill the first
@@ -50,11 +61,14 @@ class Algorithm:
 
     prefilter: Prefilter = field(default_factory=SampleAll)
     keep: Filter = field(default_factory=KeepAll)
+    shaping: tuple[tuple[float, Shaping], ...] = ()
     advantage: Advantage = field(default_factory=GroupZScore)
     weights: Weights = field(default_factory=TokenMean)
     loss: TokenLoss = field(default_factory=Clip)
     old_logps: OldLogps = field(default_factory=Trainer)
     regularisers: tuple[tuple[float, Regulariser], ...] = ()
+    critic: Critic | None = None
+    refill: Refill | None = None
     epochs: int = 1
     minibatches: int = 1
     kept_first: bool = False
@@ -66,14 +80,12 @@ class Algorithm:
         within("algorithm.minibatches", self.minibatches, 1)
         one_of("algorithm.truncated", self.truncated, TRUNCATED)
         one_of("algorithm.no_kept", self.no_kept, NO_KEPT)
-        for coef, _ in self.regularisers:
-            if not (math.isfinite(coef) and coef >= 0):
-                raise ValueError(f"algorithm.regularisers.coef: expected a number of at least 0, got {coef!r}")
-        if self.weights.over == "all" and not isinstance(self.prefilter, SampleAll):
-            raise ValueError(
-                "algorithm.weights.over: 'all' counts the rollouts of dropped prompts, but the prefilter drops them "
-                "before they are sampled; use over: prompts, or move the filter to algorithm.keep"
-            )
+        for name in ("shaping", "regularisers"):
+            for coef, _ in getattr(self, name):
+                if not (math.isfinite(coef) and coef >= 0):
+                    raise ValueError(f"algorithm.{name}.coef: expected a number of at least 0, got {coef!r}")
+        for field_name, message in conflicts(self):
+            raise ValueError(f"{field_name}: {message}")
 
     @property
     def active(self) -> tuple[tuple[float, Regulariser], ...]:
@@ -81,16 +93,67 @@ class Algorithm:
         return tuple((coef, piece) for coef, piece in self.regularisers if coef > 0)
 
     @property
+    def policy(self) -> bool:
+        """Whether there is a policy term, on rollouts."""
+        return self.loss.on_rollouts
+
+    @property
     def needs(self) -> frozenset[str]:
         """Union of what the pieces need; see ``jaxrl.rl.pieces.NEEDS``."""
-        pieces: list[Any] = [self.prefilter, self.keep, self.advantage, self.weights, self.loss, self.old_logps]
-        pieces += [piece for _, piece in self.active]
-        return reduce(frozenset.union, (piece.needs for piece in pieces), frozenset())
+        pieces: list[Any] = [piece for _, piece in self.active]
+        own: frozenset[str] = frozenset()
+        if self.policy:
+            pieces += [self.prefilter, self.keep, self.advantage, self.weights, self.loss]
+            pieces += [piece for _, piece in self.shaping]
+            own = frozenset({"rollouts"})
+        found = reduce(frozenset.union, (piece.needs for piece in pieces), own)
+        return found | self.old_logps.needs if "rollouts" in found else found
+
+    def samples(self, need: str) -> int:
+        """Responses a prompt that the collector must draw for ``need`` (``base_samples``, ...); 0 for none."""
+        return max((p.samples for _, p in self.active if need in p.needs), default=0)
 
     @property
     def base_samples(self) -> int:
         """Base samples a prompt that the collector must draw; 0 when none are needed."""
-        return max((p.samples for _, p in self.active if "base_samples" in p.needs), default=0)
+        return self.samples("base_samples")
+
+    @property
+    def matched_run(self) -> str | None:
+        """The run folder whose kept prompts a filter matches."""
+        return self.prefilter.run or self.keep.run
+
+
+def conflicts(x: Algorithm) -> Iterator[tuple[str, str]]:
+    """``(field, message)`` of what pieces that are each in range say against each other."""
+    if x.weights.over == "all" and not isinstance(x.prefilter, SampleAll):
+        yield (
+            "algorithm.weights.over",
+            "'all' counts the rollouts of dropped prompts, but the prefilter drops them before they are sampled; "
+            "use over: prompts, or move the filter to algorithm.keep",
+        )
+    values = x.needs & {"values", "end_values"}
+    if values and x.critic is None:
+        yield (
+            "algorithm.critic",
+            f"{x.advantage.tag} needs the values of a critic, and none is configured; add critic: {{trunk: own}} or "
+            "{trunk: shared}",
+        )
+    if x.critic is not None and not values:
+        yield "algorithm.critic", f"{x.advantage.tag} asks no critic for values; leave it out, or use advantage: gae"
+    if not x.policy and not x.active:
+        yield "algorithm.loss", "none leaves nothing to train on; give a loss, or a regulariser with a coefficient"
+    if not x.policy and (x.refill or not isinstance(x.prefilter, SampleAll) or x.keep.drops):
+        yield (
+            "algorithm.loss",
+            "filters and refill choose among the prompts of a policy term, and loss: none has none; leave them out",
+        )
+    if x.refill and not x.keep.drops and isinstance(x.prefilter, SampleAll):
+        yield "algorithm.refill", "no filter drops a prompt, so there is nothing to refill; leave it out"
+    if x.matched_run and x.refill:
+        yield "algorithm.refill", "a filter that matches another run's count cannot be refilled; leave it out"
+    if x.prefilter.run and x.keep.run:
+        yield "algorithm.keep", "prefilter and keep both match a run; use one of them"
 
 
 def kept(algorithm: Algorithm, graded: Graded) -> Bool[Array, " P"]:
@@ -105,34 +168,81 @@ def applied(algorithm: Algorithm, keep: Bool[Array, " P"]) -> Bool[Array, " mini
 
 
 def prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[Term, ...], ...]:
-    """The terms of each optimiser mini-batch: the policy term first, then one a regulariser.
+    """The terms of each optimiser mini-batch: the policy term first, where there is one, then one a regulariser.
 
-    Pure, and jit-able with ``algorithm`` static; no shape depends on what a filter decides. An
-    epoch is one pass over the result. Raises ``ValueError`` when ``graded`` lacks something that
-    the pieces need or when the prompts do not split evenly.
+    Last comes the value loss of a critic on a shared trunk; see ``value_terms`` for one on its own. Pure, and
+    jit-able with ``algorithm`` static; no shape depends on what a filter decides. An epoch is one pass over the
+    result. Raises ``ValueError`` when ``graded`` lacks something that the pieces need or when the prompts do not
+    split evenly.
     """
     _check(algorithm, graded)
+    return tuple(_terms(algorithm, *parts) for parts in _minibatches(algorithm, _frozen(algorithm, graded)))
+
+
+def value_terms(algorithm: Algorithm, graded: Graded) -> tuple[tuple[Term, ...], ...]:
+    """The terms of each optimiser step of a critic on its own trunk, split as ``prepare`` splits; empty without one."""
+    critic = algorithm.critic
+    if critic is None or critic.shared:
+        return ()
+    _check(algorithm, graded)
+    parts = _minibatches(algorithm, _frozen(algorithm, graded))
+    return tuple((critic.term(part[0], part[-1], part[2]),) for part in parts)
+
+
+def _frozen(algorithm: Algorithm, graded: Graded) -> tuple[Any, ...]:
+    """Everything that couples rows: ``(graded, keep, mask, advantage, factor, returns)``, leaves ``[P ...]``."""
+    if "rollouts" not in algorithm.needs:
+        return (graded, jnp.ones(graded.uid.shape, bool), None, None, None, None)
     keep = kept(algorithm, graded)
     mask = graded.rollouts.rows.mask()
     if algorithm.truncated == "mask":
         mask = mask & (graded.rollouts.stop != STOP_LENGTH)[..., None]
     old_logps, factor = algorithm.old_logps(graded, mask)
     graded = replace(graded, old_logps=old_logps)
-    advantage = jnp.where(keep[:, None, None], algorithm.advantage(graded), 0)
+    if not algorithm.policy:
+        return (graded, keep, mask, None, None, None)
+    graded = replace(graded, token_reward=_token_reward(algorithm, graded, mask))
+    advantage = algorithm.advantage(graded, mask & keep[:, None, None])
+    advantage = jnp.where(keep[:, None, None], advantage, 0)
     advantage = jnp.broadcast_to(advantage, mask.shape).astype(old_logps.dtype)
-    parts = (graded, keep, mask, advantage, factor)
-    if algorithm.kept_first:
-        order = _order(algorithm, keep)
+    return (graded, keep, mask, advantage, factor, algorithm.advantage.returns(graded))
+
+
+def _token_reward(algorithm: Algorithm, graded: Graded, mask: Array) -> Array | None:
+    """What shaping and a KL in the reward add, ``[P G L]``; None where nothing does."""
+    parts = [coef * piece(graded, mask) for coef, piece in algorithm.shaping if coef > 0]
+    parts += [piece.token_reward(coef, graded, mask) for coef, piece in algorithm.active if piece.in_reward]
+    return reduce(jnp.add, [part.astype(graded.reward.dtype) for part in parts]) if parts else None
+
+
+def _minibatches(algorithm: Algorithm, parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """``parts`` of each mini-batch. What is not of the step's prompts, such as the probe, goes to each whole."""
+    graded, *others = parts
+    whole = {name: getattr(graded, name) for name in WHOLE}
+    parts = (replace(graded, **dict.fromkeys(WHOLE)), *others)
+    if algorithm.kept_first and others[0] is not None:
+        order = _order(algorithm, others[0])
         parts = jax.tree.map(lambda x: x[order], parts)
-    size = keep.shape[0] // algorithm.minibatches
-    starts = range(0, keep.shape[0], size)
-    return tuple(_terms(algorithm, *jax.tree.map(lambda x, at=at: x[at : at + size], parts)) for at in starts)
+    prompts = graded.uid.shape[0]
+    size = prompts // algorithm.minibatches
+    for at in range(0, prompts, size):
+        graded, *others = jax.tree.map(lambda x, at=at: x[at : at + size], parts)
+        yield (replace(graded, **whole), *others)
 
 
 def _terms(
-    algorithm: Algorithm, graded: Graded, keep: Array, mask: Array, advantage: Array, factor: Array | None
+    algorithm: Algorithm,
+    graded: Graded,
+    keep: Array,
+    mask: Array | None,
+    advantage: Array | None,
+    factor: Array | None,
+    returns: Array | None,
 ) -> tuple[Term, ...]:
     """The terms of one mini-batch."""
+    extra = tuple(piece(coef, graded, mask, keep) for coef, piece in algorithm.active if not piece.in_reward)
+    if advantage is None or mask is None:
+        return extra
     weight = algorithm.weights(mask, keep).astype(graded.old_logps.dtype)
     if factor is not None:
         weight = weight * factor.astype(weight.dtype)
@@ -144,8 +254,9 @@ def _terms(
         weight=weight.reshape(-1, width),
         ref_logps=None if graded.ref_logps is None else graded.ref_logps.reshape(-1, width),
     )
-    extra = tuple(piece(coef, graded, mask, keep) for coef, piece in algorithm.active)
-    return (Term(batch, algorithm.loss), *extra)
+    shared = algorithm.critic is not None and algorithm.critic.shared
+    value = (algorithm.critic.term(graded, returns, mask),) if shared else ()
+    return (Term(batch, algorithm.loss), *extra, *value)
 
 
 def _order(algorithm: Algorithm, keep: Bool[Array, " P"]) -> Array:
@@ -155,14 +266,19 @@ def _order(algorithm: Algorithm, keep: Bool[Array, " P"]) -> Array:
 
 def _check(algorithm: Algorithm, graded: Graded) -> None:
     held = {
-        "greedy_correct": graded.greedy_correct is not None,
-        "ref_logps": graded.ref_logps is not None,
-        "values": graded.values is not None,
         "trainer_logps": graded.old_logps is not None,
-        "base_samples": graded.base is not None
-        and graded.base_correct is not None
-        and graded.base_correct.shape[1] >= algorithm.base_samples,
+        "base_samples": graded.base is not None and graded.base_correct is not None,
+        "base_logps": graded.base_logps is not None,
+        "stream_samples": graded.stream is not None,
+        "teacher_samples": graded.teacher is not None,
+        "probe": graded.probe is not None and graded.probe_logps is not None,
     }
+    for name in ("greedy_correct", "greedy_reward", "ref_logps", "values", "end_values", "chance", "matched"):
+        held[name] = getattr(graded, name) is not None
+    for name in ("demonstrations", "pairs"):
+        held[name] = getattr(graded, name) is not None
+    if held["base_samples"]:
+        held["base_samples"] = graded.base_correct.shape[1] >= algorithm.base_samples
     missing = sorted(name for name in algorithm.needs if not held.get(name, True))
     if missing:
         raise ValueError(f"the algorithm needs {', '.join(missing)}, which the graded rollouts do not hold")
@@ -171,29 +287,3 @@ def _check(algorithm: Algorithm, graded: Graded) -> None:
             f"algorithm.minibatches: {graded.uid.shape[0]} prompts do not split into {algorithm.minibatches} "
             "equal mini-batches; change it or rollout.prompts"
         )
-
-
-_FORWARD_KL = (1e-4, Kl(direction="forward", scope="token", estimator="full", prompts="all"))
-
-# Named recipes. Where the paper (arXiv 2510.02230) and its released code differ, the plain name is
-# the paper and `_released_code` the code: token mean instead of Eq. 11's token sum, a dual clip at
-# 3, two mini-batches a rollout batch, no forward KL; filtered prompts leave the batch, survivors
-# fill the mini-batches in order and their step keeps the full mini-batch's denominator, and a
-# mini-batch without survivors is skipped. Not reproduced: survivors repeated to fill the GPUs, and
-# a token mean that depends on the micro-batches. The paper states neither the normalisation nor
-# the estimator of its forward KL: `token` and `full` are ours.
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(weights=SequenceMeanTokenSum()),
-    "self": Algorithm(prefilter=SampleGreedyFails(), weights=SequenceMeanTokenSum(), regularisers=(_FORWARD_KL,)),
-    "filter_only": Algorithm(prefilter=SampleGreedyFails(), weights=SequenceMeanTokenSum()),
-    "fkl_only": Algorithm(weights=SequenceMeanTokenSum(), regularisers=(_FORWARD_KL,)),
-    "grpo_released_code": Algorithm(weights=TokenMean(over="kept"), loss=Clip(dual=3.0), minibatches=2),
-    "self_released_code": Algorithm(
-        prefilter=SampleGreedyFails(),
-        weights=TokenMean(over="prompts"),
-        loss=Clip(dual=3.0),
-        minibatches=2,
-        kept_first=True,
-        no_kept="skip",
-    ),
-}
