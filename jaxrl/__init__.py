@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxrl.models.hf import load_model, save_model
     from jaxrl.models.logps import token_logps
     from jaxrl.rewards.math import MathRule, Verdict, verify_math
-    from jaxrl.rl.algorithms import ALGORITHMS
+    from jaxrl.rl.recipes import ALGORITHMS
     from jaxrl.sampling.engine import SlotEngine, SlotSpec
     from jaxrl.sampling.generate import generate
     from jaxrl.sampling.requests import Request, Sampling
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxrl.types import Kernel, Prompts, Rollouts, Rows
 
 _MODULES = {
-    "ALGORITHMS": "jaxrl.rl.algorithms",
+    "ALGORITHMS": "jaxrl.rl.recipes",
     "Greedy": "jaxrl.sampling.strategies",
     "Kernel": "jaxrl.types",
     "MathRule": "jaxrl.rewards.math",

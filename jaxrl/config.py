@@ -14,12 +14,15 @@ from typing import Any
 from jaxrl.data.templates import make_template
 from jaxrl.errors import UsageError, nearest
 from jaxrl.rewards.shaping import REWARDS, Reward
-from jaxrl.rl.advantages import ADVANTAGES, Advantage, Centre, GroupZScore
-from jaxrl.rl.algorithms import ALGORITHMS
+from jaxrl.rl.advantages import ADVANTAGES, Advantage
 from jaxrl.rl.filters import FILTERS, PREFILTERS, Filter, Prefilter
 from jaxrl.rl.losses import LOSSES, TokenLoss
 from jaxrl.rl.old_logps import OLD_LOGPS, OldLogps
+from jaxrl.rl.pair_losses import PAIR_OBJECTIVES, PairObjective
+from jaxrl.rl.preferences import Preference
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import REGULARISERS, Regulariser
+from jaxrl.rl.shaping import SHAPING, Shaping
 from jaxrl.rl.weights import WEIGHTS, Weights
 from jaxrl.sampling.engines import ENGINES, EngineSpec
 from jaxrl.sampling.strategies import STRATEGIES, Strategy, Temperature
@@ -74,7 +77,27 @@ RANGES: dict[str, Range] = {
     "epochs": Range(1, 1000),
     "minibatches": COUNT,
     "regularisers": Range(0, 10**6),  # their coefficients
+    "shaping": Range(0, 10**6),
     "samples": COUNT,
+    "pairs": COUNT,
+    "rate": SHARE,
+    "rounds": Range(2, 1000),
+    "cache": SIZE,
+    "Overlong.limit": SIZE,
+    "gamma": SHARE,
+    "lam": SHARE,
+    "positive": Range(0, 1000),
+    "negative": Range(-1000, 0),
+    "beta": Range(0, 1000, above=True),
+    "delta": Range(0, 1000),
+    "weight": Range(0, 1000),
+    "coef": Range(0, 10**6),
+    "Critic.clip": Range(0, 10**6, above=True),
+    "Importance.clip": Range(0, 100),
+    "ValueLoss.clip": Range(0, 10**6, above=True),
+    "BatchWhiten.eps": SHARE,
+    "max_preferred": SIZE,
+    "StopSpec.value": Range(-(10**18), 10**18),
     "ddof": SHARE,
     "GroupZScore.eps": SHARE,
     "max": SHARE,
@@ -117,11 +140,13 @@ SCHEMA = Schema(
         Reward: REWARDS,
         Prefilter: PREFILTERS,
         Filter: FILTERS,
+        Shaping: SHAPING,
         Advantage: ADVANTAGES,
         Weights: WEIGHTS,
         TokenLoss: LOSSES,
         OldLogps: OLD_LOGPS,
-        Regulariser: REGULARISERS,
+        Regulariser: REGULARISERS | {Preference.tag: Preference},
+        PairObjective: PAIR_OBJECTIVES,
         Strategy: STRATEGIES,
         EngineSpec: ENGINES,
     },
@@ -130,7 +155,7 @@ SCHEMA = Schema(
 )
 
 # What a resumed run may change, by dotted prefix: how long it goes on, and what it writes on the way.
-RESUMABLE = ("steps", "eval", "checkpoint", "rollout.log_every", "rollout.engine")
+RESUMABLE = ("steps", "stop", "eval", "checkpoint", "rollout.log_every", "rollout.engine")
 
 
 def load_config(path: str | pathlib.Path, overrides: Iterable[str] = ()) -> Experiment:
@@ -259,8 +284,14 @@ def _conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
             "training samples from the whole distribution, which is what it scores (a truncated one would bias every "
             "ratio); use {type: temperature, value: ...}",
         )
-    if rollout.n < 2 and isinstance(algorithm.advantage, GroupZScore | Centre):
-        yield ("rollout", "n"), "the advantage compares the responses of one prompt: expected 2 or more, got 1"
+    least = algorithm.advantage.least_group if algorithm.policy else 1
+    if rollout.n < least:
+        yield (
+            ("rollout", "n"),
+            f"the advantage {algorithm.advantage.tag} is over the responses of one prompt: expected {least} or more, "
+            f"got {rollout.n}",
+        )
+    yield from _algorithm_conflicts(x)
     if rollout.prompts % algorithm.minibatches:
         yield (
             ("algorithm", "minibatches"),
@@ -279,6 +310,30 @@ def _conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
             ("mesh", wrong[0]),
             f"expected at least 1 device an axis and at most one -1 (what the others leave), got {axes}",
         )
+
+
+def _algorithm_conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
+    """What an algorithm asks for that the rest of the config does not give."""
+    needs, teacher = x.algorithm.needs, x.teacher
+    taught = needs & {"teacher_samples", "teacher_model"}
+    if taught and (teacher is None or (teacher.path is None) == (teacher.base is None)):
+        yield ("teacher",), "the algorithm distils from a teacher: give either its path (a folder or hub id) or base"
+    if teacher is not None and not taught:
+        yield ("teacher",), "no piece of the algorithm asks for a teacher; leave it out"
+    if teacher is not None and teacher.base is not None and not isinstance(x.task, Msa0Spec):
+        yield ("teacher", "base"), "only the task msa0 trains a teacher of its own; give teacher.path"
+    if isinstance(x.task, ProblemsSpec):
+        wanted = (("demonstrations", "solution", x.task.solution), ("pairs", "preferences", x.task.preferences))
+        for need, key, value in wanted:
+            if need in needs and value is None:
+                yield ("task", key), f"the algorithm needs {need}, which this key names; it is not given"
+            if need not in needs and value is not None:
+                yield ("task", key), f"no piece of the algorithm needs {need}; leave it out"
+    elif "pairs" in needs:
+        yield ("task",), "msa0 has no preference file; use {type: preference, source: base}"
+    scores = [piece for _, piece in x.algorithm.active if isinstance(piece, Preference)]
+    if scores and x.optimiser.packing is not None:
+        yield ("optimiser", "packing"), "pairs are not packed; leave it out"
 
 
 def _model_conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:

@@ -197,12 +197,16 @@ class Probe:
 @container
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that an optimiser step changes, and the root key (which it does not)."""
+    """Everything that an optimiser step changes, and the root key (which it does not).
+
+    ``critic``: the same of a critic on a trunk of its own.
+    """
 
     step: Int[Array, ""]
     model: Any
     opt_state: Any
     key: Any
+    critic: TrainState | None = None
 
 
 @dataclass(frozen=True)

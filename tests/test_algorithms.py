@@ -11,12 +11,13 @@ from rl_cases import graded_of, prefiltered, quick_jit, scored, tiny_model
 
 from jaxrl import keys
 from jaxrl.rl.advantages import ADVANTAGES, Centre
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm, applied, kept, prepare
+from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
 from jaxrl.rl.filters import FILTERS, PREFILTERS, KeepGreedyFails, Mixed, SampleGreedyFails, SolveRate
 from jaxrl.rl.losses import LOSSES, Nll
 from jaxrl.rl.old_logps import OLD_LOGPS, Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.pieces import NEEDS
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import REGULARISERS, Kl
 from jaxrl.rl.update import update
 from jaxrl.rl.weights import WEIGHTS, SequenceMeanTokenMean, SequenceMeanTokenSumNorm, TokenMean

@@ -13,8 +13,9 @@ import yaml
 from jaxrl.config import RANGES, SCHEMA, changed, check_resume, from_tree, load_config, to_tree
 from jaxrl.data.arithmetic import DIGITS, SETS, arithmetic_problems, write_arithmetic
 from jaxrl.errors import UsageError
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm
+from jaxrl.rl.algorithms import Algorithm
 from jaxrl.rl.filters import SampleGreedyFails
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.weights import TokenMean
 from jaxrl.sampling.strategies import Temperature

@@ -45,7 +45,7 @@ def test_parquet_gives_the_same_problems(tmp_path):
     assert load_problems(tmp_path / "p.parquet") == load_problems(str(tmp_path / "p.jsonl"))
 
 
-def test_columns_can_be_renamed_and_parquet_rows_without_ids_are_numbered(tmp_path):
+def test_columns_can_be_renamed_andparquet_rows_without_ids_are_numbered(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"question": "1?", "answer": "1"}, {"question": "2?", "answer": "2"}]),
                    tmp_path / "q.parquet")  # fmt: skip
     assert load_problems(tmp_path / "q.parquet", fields={"problem": "question"}) == [

@@ -27,9 +27,10 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init_model
 from jaxrl.models.logps import token_logps
 from jaxrl.rl.advantages import Centre, GroupZScore
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm, prepare
+from jaxrl.rl.algorithms import Algorithm, prepare
 from jaxrl.rl.filters import SampleGreedyFails
 from jaxrl.rl.losses import Nll
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.weights import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from jaxrl.sampling.generate import generate
 from jaxrl.sampling.strategies import Temperature

@@ -31,11 +31,12 @@ from jaxrl.models.hf import load_model, save_model
 from jaxrl.models.logps import token_logps, token_scores
 from jaxrl.rewards import Verdict
 from jaxrl.rewards.shaping import Binary, Custom
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm, prepare
+from jaxrl.rl.algorithms import Algorithm, prepare
 from jaxrl.rl.filters import KeepGreedyFails
 from jaxrl.rl.losses import Clip, FullKl
 from jaxrl.rl.metrics import clip_violations, sampler_gap
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import Kl
 from jaxrl.sampling.engine import SlotEngine, SlotSpec
 from jaxrl.sampling.strategies import Greedy, Temperature, TopK, TopP

@@ -9,7 +9,6 @@ from rl_cases import b8, graded_of
 
 from jaxrl.mean import Mean
 from jaxrl.rl.advantages import GroupZScore
-from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.metrics import (
     clip_violations,
     effective_sample_size,
@@ -19,6 +18,7 @@ from jaxrl.rl.metrics import (
     signal_weight,
     zero_signal_share,
 )
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.types import STOP_LENGTH
 
 LOG_RATIO = [[0, 0.25, -0.3, 0.1], [0.18, 0.19, -0.22, -0.23]]

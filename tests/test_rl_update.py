@@ -11,11 +11,12 @@ from rl_cases import B8_GREEDY, PROMPT, SCORE, b8, prefiltered, quick_jit, score
 
 from jaxrl import keys
 from jaxrl.models.logps import token_kl, token_logps
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm, kept, prepare
+from jaxrl.rl.algorithms import Algorithm, kept, prepare
 from jaxrl.rl.filters import KeepGreedyFails
 from jaxrl.rl.losses import Clip
 from jaxrl.rl.metrics import clip_violations
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.update import loss_and_grad, update
 from jaxrl.rl.weights import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean

@@ -27,9 +27,9 @@ from jaxrl import keys
 from jaxrl.data.synthetic import Msa0
 from jaxrl.errors import JaxrlError
 from jaxrl.models.hf import load_model
-from jaxrl.rl.algorithms import ALGORITHMS
 from jaxrl.rl.old_logps import Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.train import loop, setup
 from jaxrl.train.collect import Collector
 from jaxrl.train.experiment import CheckpointSpec, EvalSpec, InfluenceSpec, MeshSpec, ProbeSpec

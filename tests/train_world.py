@@ -17,9 +17,10 @@ import tensorstore as ts
 from jaxrl.mesh import make_mesh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.hf import save_model
-from jaxrl.rl.algorithms import ALGORITHMS, Algorithm
+from jaxrl.rl.algorithms import Algorithm
 from jaxrl.rl.filters import SampleAll
 from jaxrl.rl.optimiser import Optimiser
+from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.weights import TokenMean
 from jaxrl.train.experiment import (

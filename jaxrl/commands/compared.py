@@ -125,7 +125,7 @@ def of_run(arguments: argparse.Namespace) -> Compared:
     try:
         check_parameters(run.state.model, f"{folder} step {run.step}")
         collector = Collector(setup.task, x.algorithm, x.rollout, x.reward, x.optimiser.microbatch, setup.mesh)
-        graded = collector(run.state.model, setup.reference, setup.root, run.step).graded
+        graded = collector(run.state, setup.reference, setup.root, run.step).graded
         view = BatchView.of(None, prepare(x.algorithm, graded), collector.temperature, None)
         batch = Side(view.batch.rows, batch_labels(run, graded, x.algorithm))
         probe = load_probe(folder / "probe.npz")

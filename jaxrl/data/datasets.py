@@ -45,7 +45,7 @@ def load_problems(source: str | pathlib.Path, *, fields: Mapping[str, str] | Non
     if path.suffix == ".jsonl":
         rows = jsonl_rows(path)
     elif path.suffix == ".parquet":
-        rows = _parquet_rows(path, names["id"])
+        rows = parquet_rows(path, names["id"])
     elif not path.exists() and _looks_like_hub_id(str(source)):
         rows = _hub_rows(str(source), names["id"])
     else:
@@ -91,7 +91,8 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _parquet_rows(path: pathlib.Path, id_name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def parquet_rows(path: pathlib.Path, id_name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a parquet file likewise; rows without ``id_name`` are numbered."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

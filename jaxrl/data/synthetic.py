@@ -11,7 +11,7 @@ only code is ever right; three families are never trained on by RL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -235,6 +235,21 @@ def teacher_rows(key: Key[Array, ""], teacher: Teacher, n: int) -> Rows:
     tokens = jnp.concatenate([prompts, response], axis=1)
     start = jnp.full(n, PROMPT_LENGTH, jnp.int32)
     return Rows(tokens, start, start + RESPONSE_LENGTH)
+
+
+def oracle(teacher: Teacher) -> Teacher:
+    """The teacher that is always right, by language and by code at even odds: what a model could learn at best."""
+    return replace(teacher, code_share=np.full_like(teacher.code_share, 0.5), success=np.ones_like(teacher.success))
+
+
+def oracle_responses(uid: Int[np.ndarray, " P"], n: int, key: Key[Array, ""]) -> Int[np.ndarray, "P n 4"]:
+    """``n`` responses of the oracle to each prompt; those to a prompt depend on the key and the prompt alone."""
+    _, a, b = digits(uid)
+    drawn = jax.vmap(lambda u: jax.random.uniform(keys.at(key, u), (n, 2)))(jnp.asarray(uid, jnp.int32))
+    code, habit = np.asarray(drawn)[..., 0] < 0.5, np.asarray(drawn)[..., 1] < WORK_HABIT
+    work = np.where(habit, a[:, None], b[:, None]) + DIGIT
+    said = np.broadcast_to(answer(uid)[:, None] + DIGIT, work.shape)
+    return np.stack([np.where(code, COD, LNG), work, said, np.full_like(work, EOS)], axis=-1).astype(np.int32)
 
 
 def enumerate_responses(

@@ -33,6 +33,7 @@ class GroupZScore(Advantage):
     """
 
     tag = "group_zscore"
+    least_group = 2
     ddof: int = 1
     eps: float = 1e-6
 
@@ -52,6 +53,7 @@ class Centre(Advantage):
     """``r - mean`` within the group (Dr. GRPO; arXiv 2503.20783). Exactly 0 when all rewards are equal."""
 
     tag = "centre"
+    least_group = 2
 
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
         centred, equal = _centred(total_reward(graded), self.tag)
@@ -84,6 +86,7 @@ class LeaveOneOut(Advantage):
     """``r_i`` minus the mean of the prompt's other rewards, ``G/(G-1) (r_i - mean)`` (RLOO; arXiv 2402.14740)."""
 
     tag = "leave_one_out"
+    least_group = 2
 
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
         centred, equal = _centred(total_reward(graded), self.tag)

@@ -56,11 +56,6 @@ class Critic:
         return self.trunk == "shared"
 
     @property
-    def own_optimiser(self) -> Optimiser:
-        """Of an own trunk: AdamW at 1e-5 unless another was given."""
-        return self.optimiser or Optimiser(lr=1e-5)
-
-    @property
     def loss(self) -> ValueLoss:
         return ValueLoss(clip=self.clip)
 
@@ -79,3 +74,8 @@ class Critic:
             old_values=graded.values.reshape(-1, width),
         )
         return Term(batch, self.loss)
+
+
+def own_optimiser(critic: Critic | None) -> Optimiser:
+    """Of a critic on its own trunk: AdamW at 1e-5 unless another was given."""
+    return Optimiser(lr=1e-5) if critic is None or critic.optimiser is None else critic.optimiser

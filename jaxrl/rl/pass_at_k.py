@@ -32,6 +32,10 @@ class PassK(Advantage):
         within("algorithm.advantage.k", self.k, 1)
         one_of("algorithm.advantage.baseline", self.baseline, ("none", "leave_one_out"))
 
+    @property
+    def least_group(self) -> int:
+        return self.k
+
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
         n = _checked(graded, self.k)
         others = rho_table(n - 1, self.k - 1)
@@ -55,6 +59,10 @@ class PassKTraining(Advantage):
 
     def __post_init__(self) -> None:
         within("algorithm.advantage.k", self.k, 1)
+
+    @property
+    def least_group(self) -> int:
+        return self.k
 
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G 1"]:
         n, k = _checked(graded, self.k), self.k

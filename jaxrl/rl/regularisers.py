@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl.mean import Mean
 from jaxrl.rl.divergences import NegativeEntropy, SquaredChange
 from jaxrl.rl.kl import DIRECTIONS, ESTIMATORS, KL_LOSSES, KL_REWARD, SCOPES, WHERE, check_kl
 from jaxrl.rl.losses import FullKl, Nll, TokenLoss, k1
@@ -41,6 +42,10 @@ class Regulariser(Piece, ABC):
 
     @abstractmethod
     def __call__(self, coef: float, graded: Graded, mask: Bool[Array, "P G L"], keep: Bool[Array, " P"]) -> Term: ...
+
+    def metrics(self, graded: Graded) -> dict[str, Mean]:
+        """What it says of the samples that it is given; by default nothing."""
+        return {}
 
     def token_reward(self, coef: float, graded: Graded, mask: Bool[Array, "P G L"]) -> Float[Array, "P G L"]:
         """What it adds to the rewards of tokens, 0 off the mask. Raises ``TypeError`` for one that is a term."""

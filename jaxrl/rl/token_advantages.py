@@ -34,6 +34,10 @@ class BatchWhiten(Advantage):
         one_of("algorithm.advantage.per", self.per, PER)
         within("algorithm.advantage.eps", self.eps, 0)
 
+    @property
+    def least_group(self) -> int:
+        return 2 if self.baseline == "group_mean" else 1
+
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G L"]:
         mask = graded.rollouts.rows.mask()
         used = mask if used is None else used & mask

@@ -12,7 +12,9 @@ from jaxrl.types import Graded
 
 
 class Advantage(Piece, ABC):
-    """``(Graded, used) -> float[P, G, #L]``."""
+    """``(Graded, used) -> float[P, G, #L]``. ``least_group``: responses a prompt that it is defined for."""
+
+    least_group: int = 1
 
     @abstractmethod
     def __call__(self, graded: Graded, used: Bool[Array, "P G L"] | None = None) -> Float[Array, "P G #L"]: ...

@@ -72,18 +72,35 @@ def update(
     clipping; ``optim/update_norm``, the norm of the change that the parameters really took; and
     ``optim/param_changed``, the share of parameters whose stored value changed at all.
     """
+    terms, metrics = refreshed(state.model, terms, reference, temperature=temperature, score=score)
     losses, grads = loss_and_grad(
         state.model, terms, reference, temperature=temperature, microbatch=microbatch, score=score, layouts=layouts
     )
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies Python scalars into every dtype
         steps, opt_state = tx.update(grads, state.opt_state, state.model)
         model = optax.apply_updates(state.model, steps)
-    metrics = {"policy/loss": Mean.scalar(jnp.sum(losses))}
+    metrics |= {"policy/loss": Mean.scalar(jnp.sum(losses))}
     for term, loss in zip(terms, losses, strict=True):
         name = f"policy/loss_{term.loss.tag}"
         metrics[name] = Mean.scalar(loss + metrics[name].total if name in metrics else loss)
     metrics |= {"optim/grad_norm": Mean.scalar(_norm(grads))} | _change(state.model, model)
     return dataclasses.replace(state, model=model, opt_state=opt_state), metrics
+
+
+def refreshed(
+    model: Any, terms: tuple[Term, ...], reference: Any, *, temperature: float, score: Scorer
+) -> tuple[tuple[Term, ...], dict[str, Mean]]:
+    """``terms`` with what their losses fix by the current policy, without gradient, and metrics of it."""
+    metrics: dict[str, Mean] = {}
+    found = []
+    for term in terms:
+        if term.loss.refreshes:
+            batch, more = jax.lax.stop_gradient(
+                term.loss.refresh(model, reference, term.batch, temperature=temperature, score=score)
+            )
+            term, metrics = Term(batch, term.loss), metrics | more
+        found.append(term)
+    return tuple(found), metrics
 
 
 def _term_grad(

@@ -7,7 +7,7 @@ collected again and comes out the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,35 +15,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl import keys
-from jaxrl.errors import UsageError
+from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.mesh import to_mesh
+from jaxrl.models.critic import without_value_head
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.passes import packed_logps
-from jaxrl.models.scoring import REVERSE, Reverse, Scorer
+from jaxrl.models.scoring import REVERSE, Reverse, Scorer, StateValues
 from jaxrl.rewards import Verdict
 from jaxrl.rl.algorithms import Algorithm
+from jaxrl.rl.algorithms import kept as kept_prompts
+from jaxrl.rl.losses import reference_of
 from jaxrl.rl.optimiser import Packing
 from jaxrl.sampling.engines import own_engine
 from jaxrl.sampling.requests import Engine
 from jaxrl.sampling.rollouts import sample
 from jaxrl.sampling.strategies import Greedy, Strategy, Temperature
 from jaxrl.train import grading
-from jaxrl.train.experiment import RolloutSpec
+from jaxrl.train.experiment import Experiment, RolloutSpec
+from jaxrl.train.extras import Extras
 from jaxrl.train.packed import layout
+from jaxrl.train.rounds import Round, chances, kept_counts, response_tokens
 from jaxrl.train.tasks import Task
-from jaxrl.types import Graded, Prompts, Rollouts, Rows
+from jaxrl.types import Graded, Probe, Prompts, Rollouts, Rows, TrainState
 
 
 @dataclass(frozen=True)
 class Collected:
-    """A graded step and what the logs say of it. ``verdicts[p][g]`` is None where nothing was sampled."""
+    """A graded step and what the logs say of it. ``verdicts[p][g]`` is None where nothing was sampled.
+
+    ``notes``: metrics of collecting that the graded arrays do not show, as ``(total, count)``.
+    """
 
     graded: Graded
     verdicts: grading.Verdicts
     generated_tokens: int
+    notes: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Collector:
     """How a run collects.
 
     ``score_rows`` bounds the rows of one scoring pass, which ``packing`` packs; on a ``mesh`` rows are split over it.
+    ``matched``: prompts that another run kept by step, for filters that match it. ``probe``: rows and base log-probs
+    of the run's probe, for pieces that train on it.
     """
 
     task: Task
@@ -60,6 +71,8 @@ class Collector:
     score_rows: int | None = None
     mesh: Mesh | None = None
     packing: Packing | None = None
+    matched: Int[np.ndarray, " steps"] | None = None
+    probe: tuple[Rows, Float[np.ndarray, "M L"]] | None = None
 
     @property
     def temperature(self) -> float:
@@ -70,35 +83,100 @@ class Collector:
         """How rows are scored that this collector made: at as many positions as a response may have."""
         return Reverse(responses=self.spec.max_new_tokens, mesh=self.mesh)
 
-    def __call__(self, policy: Decoder, reference: Decoder | None, root: Key[Array, ""], step: int) -> Collected:
-        """Collect step ``step`` with the current policy; ``reference`` where a piece needs it."""
-        spec, needs = self.spec, self.algorithm.needs
-        prompts = self.task.pools["train"].take(root, step, spec.prompts)
-        kept, greedy_correct, spent = np.ones(spec.prompts, bool), None, 0
+    def __call__(self, state: TrainState, reference: Any, root: Key[Array, ""], step: int) -> Collected:
+        """Collect step ``step`` with the current policy.
+
+        ``reference``: the base, or a dict of ``base`` and ``teacher``, where a piece needs them.
+        """
+        policy, needs = without_value_head(state.model), self.algorithm.needs
         self.engine.load(policy, step)
-        if spec.log_greedy or "greedy_correct" in needs:
-            greedy_correct, spent = self._greedy(prompts, root, step)
-            kept = np.asarray(self.algorithm.prefilter(jnp.asarray(greedy_correct)))
+        found = self.rounds(root, step)
+        self.engine.sleep()
+        rollouts = self.place(found.rollouts)
+        graded = replace(
+            found.graded(self.reward),
+            rollouts=rollouts,
+            old_logps=self.score(policy, rollouts.rows) if "trainer_logps" in needs else None,
+            ref_logps=self.score(reference_of(reference, "base"), rollouts.rows) if "ref_logps" in needs else None,
+        )
+        graded, spent = Extras(self, reference, root, step)(replace(graded, **self.values(state, rollouts.rows)))
+        return Collected(self.place(graded), found.verdicts, found.spent + spent, found.notes)
+
+    def rounds(self, root: Key[Array, ""], step: int) -> Round:
+        """The step's rollouts as they were graded: one generation batch, or as many as a refill takes."""
+        pool, refill, places = self.task.pools["train"], self.algorithm.refill, self.spec.prompts
+        found = self.round(pool.take(root, step, places), root, step)
+        if refill is None:
+            return found
+        kept, seen = self.kept(found), set(found.prompts.uid.tolist())
+        for number in range(1, refill.rounds):
+            if kept.all() or len(seen) == len(pool):
+                break
+            prompts = pool.take(keys.at(root, "refill"), step * (refill.rounds - 1) + number - 1, places)
+            fresh = np.array([uid not in seen for uid in prompts.uid.tolist()])
+            seen |= set(prompts.uid.tolist())
+            more = self.round(prompts, root, step, fresh, None if self.algorithm.keep.drops else int((~kept).sum()))
+            found, kept = found.filled(kept, more, self.kept(more) & fresh)
+        if refill.short == "stop" and not kept.all():
+            raise JaxrlError(
+                f"step {step}: {int(kept.sum())} of {places} prompts passed the filters after {found.count} generation "
+                "batches (algorithm.refill.rounds); the run stopped and its last checkpoint stands. Use more rounds, "
+                "other problems, or refill.short: continue"
+            )
+        return found
+
+    def round(
+        self,
+        prompts: Prompts,
+        root: Key[Array, ""],
+        step: int,
+        fresh: Bool[np.ndarray, " P"] | None = None,
+        room: int | None = None,
+    ) -> Round:
+        """One generation batch: the greedy pass, the prefilter, rollouts and verdicts.
+
+        ``fresh``: prompts that may be sampled at all; ``room``: how many of those that pass the prefilter at most.
+        """
+        spec, needs = self.spec, self.algorithm.needs
+        count = len(prompts.uid)
+        fresh = np.ones(count, bool) if fresh is None else fresh
+        chance = chances(root, step, prompts.uid) if "chance" in needs else None
+        matched = None if self.matched is None else np.int32(self.matched[step])
+        kept, greedy, spent = fresh, None, 0
+        if spec.log_greedy or needs & {"greedy_correct", "greedy_reward"}:
+            drawn = self.sample(self.engine, prompts, Greedy(), 1, keys.at(root, "greedy"), step, np.flatnonzero(fresh))
+            greedy = [row[0] for row in grading.grade(self.task, prompts.uid, drawn)]
+            spent += response_tokens(drawn)
+        if "rollouts" in needs:
+            right = np.array([v is not None and v.correct for v in greedy or [None] * count])
+            kept = kept & np.asarray(self.algorithm.prefilter(jnp.asarray(right), chance, matched))
+        else:
+            kept = np.zeros(count, bool)
+        kept = kept & (np.cumsum(kept) <= (count if room is None else room))
         with grading.Grader(self.task, prompts.uid, spec.n) as grader:
             drawn = self.sample(self.engine, prompts, spec.strategy, spec.n, root, step, np.flatnonzero(kept), grader)
             verdicts = grader.finish()
-        self.engine.sleep()
-        rollouts = self.place(drawn)
-        graded = Graded(
-            rollouts=rollouts,
-            uid=prompts.uid,
-            reward=grading.tabulate(verdicts, self.reward, 0.0).astype(np.float32),
-            correct=grading.correct(verdicts),
-            prefiltered=kept,
-            old_logps=self.score(policy, rollouts.rows) if "trainer_logps" in needs else None,
-            greedy_correct=greedy_correct,
-            ref_logps=self.score(reference, rollouts.rows) if "ref_logps" in needs else None,
-        )
-        spent += int(np.asarray(rollouts.rows.response_length()).sum())
-        if "base_samples" in needs:
-            graded, more = self._with_base_samples(graded, reference, prompts, root, step)
-            spent += more
-        return Collected(self.place(graded), verdicts, spent)
+        return Round(prompts, drawn, verdicts, greedy, kept, chance, matched, spent + response_tokens(drawn))
+
+    def kept(self, found: Round) -> Bool[np.ndarray, " P"]:
+        """Which prompts of a generation batch train."""
+        return np.asarray(kept_prompts(self.algorithm, found.graded(self.reward)))
+
+    def values(self, state: TrainState, rows: Rows) -> dict[str, Array]:
+        """What the critic says of the rollouts, where a piece asks."""
+        needs = self.algorithm.needs
+        if self.algorithm.critic is None:
+            return {}
+        model = state.model if state.critic is None else state.critic.model  # a shared trunk is the policy's
+        shape = rows.start.shape
+        flat = rows.flat()
+        # one more column: the state after the last token has a value too
+        longer = Rows(jnp.pad(flat.tokens, ((0, 0), (0, 1))), flat.start, jnp.maximum(flat.length, flat.start) + 1)
+        scorer = Reverse(responses=self.spec.max_new_tokens + 1, mesh=self.mesh)
+        found = in_passes(StateValues(scorer), model, longer, 1.0, at_once=self.score_rows)
+        end = jnp.take_along_axis(found, longer.length[:, None] - 1, axis=1)[:, 0]
+        values = jnp.where(rows.mask(), found[:, :-1].reshape(*shape, -1), 0)
+        return {"values": values} | ({"end_values": end.reshape(shape)} if "end_values" in needs else {})
 
     def place(self, tree: Any) -> Any:
         """Arrays with a leading axis of prompts or rows, split over the mesh.
@@ -116,6 +194,10 @@ class Collector:
         passes = layout(flat, None, self.packing, self.score_rows, self.mesh)
         return _packed_logps(model, flat, passes, temperature=self.temperature).reshape(shape)
 
+    def score_flat(self, model: Decoder, rows: Rows) -> Float[Array, "N L"]:
+        """Log-probabilities of rows of any width at temperature 1, ``score_rows`` a pass."""
+        return score_rows(model, rows, 1.0, self.score_rows, Reverse(mesh=self.mesh))
+
     @cached_property
     def engine(self) -> Engine:
         """What samples the policy, laid out for a whole step, so that one with fewer prompts compiles nothing new."""
@@ -126,7 +208,7 @@ class Collector:
 
     @cached_property
     def base_engine(self) -> Engine:
-        """What samples the base: a server keeps the policy."""
+        """What samples the base and a teacher: a server keeps the policy."""
         return self.engine if "in_process" in self.engine.caps else own_engine(self.spec.engine, self.mesh)
 
     def sample(
@@ -158,23 +240,6 @@ class Collector:
         """Which responses are correct."""
         return grading.correct(grading.grade(self.task, prompts.uid, rollouts))
 
-    def _greedy(self, prompts: Prompts, root: Key[Array, ""], step: int) -> tuple[Bool[np.ndarray, " P"], int]:
-        rollouts = self.sample(self.engine, prompts, Greedy(), 1, keys.at(root, "greedy"), step)
-        right = self.correct(prompts, rollouts)[:, 0]
-        return right, int(np.asarray(rollouts.rows.response_length()).sum())
-
-    def _with_base_samples(
-        self, graded: Graded, reference: Decoder | None, prompts: Prompts, root: Key[Array, ""], step: int
-    ) -> tuple[Graded, int]:
-        """Fresh samples of the base model on the step's prompts, at temperature 1 and untruncated."""
-        count = self.algorithm.base_samples
-        self.base_engine.load(reference, step)
-        base = self.sample(self.base_engine, prompts, Temperature(value=1.0), count, keys.at(root, "base"), step)
-        self.base_engine.sleep()
-        right = self.correct(prompts, base)
-        spent = int(np.asarray(base.rows.response_length()).sum())
-        return replace(graded, base=base, base_correct=right), spent
-
 
 def temperature_of(strategy: Strategy) -> float:
     """The temperature at which the sampled policy is scored.
@@ -188,6 +253,21 @@ def temperature_of(strategy: Strategy) -> float:
         f"rollout.strategy: {type(strategy).__name__} restricts the support, while training scores the whole "
         "vocabulary, which would bias every ratio; train with {type: temperature} and truncate in evaluation only"
     )
+
+
+def matched_counts(experiment: Experiment) -> Int[np.ndarray, " steps"] | None:
+    """What a filter that matches another run needs of it; None where there is no such filter."""
+    run = experiment.algorithm.matched_run
+    return None if run is None else kept_counts(run, steps=experiment.steps, prompts=experiment.rollout.prompts)
+
+
+def with_probe(collector: Collector, probe: Probe, base_logps: Float[np.ndarray, "M L"]) -> Collector:
+    """The collector of a run, knowing the run's probe where a piece trains on it; rows cut off by the limit stay out."""
+    if "probe" not in collector.algorithm.needs:
+        return collector
+    whole = np.flatnonzero(~np.asarray(probe.truncated))
+    rows = jax.tree.map(lambda x: np.asarray(x)[whole], probe.rows)
+    return replace(collector, probe=(rows, np.asarray(base_logps)[whole]))
 
 
 _packed_logps = jax.jit(packed_logps)

@@ -47,7 +47,9 @@ class ProblemsSpec:
     """Problems with gold answers: a JSONL or parquet file, a hub id, or the name of a built-in set.
 
     ``template`` names a prompt template; ``instruction`` and ``system`` replace its own. ``limit``
-    keeps the first problems of the training set. ``max_prompt`` is in tokens. ``on_bad_gold`` says
+    keeps the first problems of the training set. ``solution`` names the field of the training set that holds worked
+    solutions, for recipes that imitate them; ``preferences`` a file of pairs (prompt, chosen, rejected) whose
+    responses have at most ``max_preferred`` tokens. ``max_prompt`` is in tokens. ``on_bad_gold`` says
     what an answer does that cannot be parsed, ``too_long`` what a longer prompt does: stop at
     loading, or drop and count. ``rule`` is how answers are compared. ``tokenizer`` is a folder, file
     or hub id; the model's own by default.
@@ -65,6 +67,9 @@ class ProblemsSpec:
     rule: MathRule = field(default_factory=MathRule)
     limit: int | None = None
     tokenizer: str | None = None
+    solution: str | None = None
+    preferences: str | None = None
+    max_preferred: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,34 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherSpec:
+    """Where the model comes from that recipes distil from: ``path`` (a folder or hub id) or ``base``, one that the task
+    itself trains (``oracle``: MSA-0's, always right by both strategies). It has the policy's vocabulary.
+    """
+
+    path: str | None = None
+    base: Literal["oracle"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopSpec:
+    """End the run before its last step, once the logged ``metric`` is at least a number (controls at equal drift or cost).
+
+    The number is ``value``, or the last that the run in folder ``of`` logged. ``optim/updates`` matches optimiser
+    steps, ``kl/forward_base`` the KL of the base to the policy (nats a response, by the probe), ``cost/total_tokens``
+    generated tokens. The metric is looked at after every step that logs it.
+    """
+
+    metric: str
+    value: float | None = None
+    of: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.of is None):
+            raise ValueError("stop: give the number itself (value) or a run to match (of), one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A whole run. ``seed`` is the root of all randomness; ``base_seed`` overrides the base model's."""
 
@@ -147,6 +180,7 @@ class Experiment:
     task: Msa0Spec | ProblemsSpec
     reward: Reward = field(default_factory=Binary)
     algorithm: Algorithm
+    teacher: TeacherSpec | None = None
     rollout: RolloutSpec = RolloutSpec()
     optimiser: Optimiser
     steps: int
@@ -155,3 +189,4 @@ class Experiment:
     influence: InfluenceSpec = InfluenceSpec()
     eval: EvalSpec = EvalSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    stop: tuple[StopSpec, ...] = ()

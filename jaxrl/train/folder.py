@@ -87,8 +87,11 @@ def note_data(folder: pathlib.Path, notes: Mapping[str, Any]) -> None:
     write_json(folder / CONFIG, held | {"data": dict(notes)})
 
 
-def summarise(folder: pathlib.Path, log: MetricLog, steps: int) -> None:
-    """Write ``summary.json``: steps, updates, seconds, and the last evaluation as rows of set and preset."""
+def summarise(folder: pathlib.Path, log: MetricLog, steps: int, stopped: str | None = None) -> None:
+    """Write ``summary.json``: steps, updates, seconds, and the last evaluation as rows of set and preset.
+
+    ``stopped``: why the run ended before its last step.
+    """
     lines = log.lines("train")
     last: dict[str, Any] = (log.lines("eval") or [{}])[-1]
     table: dict[str, dict[str, Any]] = {}
@@ -102,6 +105,8 @@ def summarise(folder: pathlib.Path, log: MetricLog, steps: int) -> None:
         "seconds": round(sum(line["cost/seconds"] for line in lines), 1),
         "generated tokens": sum(line["cost/generated_tokens"] for line in lines),
     }
+    if stopped:
+        summary["stopped"] = stopped
     write_json(folder / SUMMARY, summary | ({"evaluation": table} if table else {}))
 
 

@@ -23,16 +23,18 @@ from jaxrl import keys
 from jaxrl.errors import JaxrlError
 from jaxrl.evaluation.exact import Exact, exact
 from jaxrl.mean import Mean
+from jaxrl.models.critic import without_value_head
 from jaxrl.models.decoder import Decoder
-from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
+from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare, value_terms
+from jaxrl.rl.critic import own_optimiser
 from jaxrl.rl.metrics import kl_estimates, rollout_metrics, sampler_mismatch
-from jaxrl.rl.optimiser import learning_rate
+from jaxrl.rl.optimiser import Optimiser, learning_rate
 from jaxrl.rl.update import STATIC, update
 from jaxrl.sampling.engines import own_engine
 from jaxrl.train import grading, pending
 from jaxrl.train.arrays import ArrayStore
 from jaxrl.train.checkpoint import Checkpoints
-from jaxrl.train.collect import Collected, Collector
+from jaxrl.train.collect import Collected, Collector, matched_counts, with_probe
 from jaxrl.train.evaluate import evaluate_exact, evaluate_samples
 from jaxrl.train.experiment import Experiment
 from jaxrl.train.folder import CONFIG, check_held, describe_run, note_data, open_folder, summarise
@@ -41,25 +43,44 @@ from jaxrl.train.packed import term_layouts
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
 from jaxrl.train.setup import Setup, set_up, total_updates
+from jaxrl.train.stops import Stops
 from jaxrl.train.tasks import Msa0Task
-from jaxrl.types import STOP_NAMES, STOP_NONE, Graded, Term, TrainState
+from jaxrl.types import STOP_NAMES, STOP_NONE, Graded, Term, TrainState, container
+
+
+@container
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Terms of each mini-batch, those of a critic on its own trunk, kept prompts, and which mini-batches take a step."""
+
+    minibatches: tuple[tuple[Term, ...], ...]
+    values: tuple[tuple[Term, ...], ...]
+    keep: Array
+    applied: Array
+
 
 _rate = jax.jit(learning_rate, static_argnums=0, static_argnames="total")
 _update = jax.jit(update, static_argnames=STATIC, donate_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
-def _prepare(algorithm: Algorithm, graded: Graded) -> tuple[tuple[tuple[Term, ...], ...], Array, Array]:
-    """Terms of each mini-batch, which prompts are kept, and which mini-batches take a step."""
+def _prepare(algorithm: Algorithm, graded: Graded) -> Prepared:
     keep = kept(algorithm, graded)
-    return prepare(algorithm, graded), keep, applied(algorithm, keep)
+    return Prepared(prepare(algorithm, graded), value_terms(algorithm, graded), keep, applied(algorithm, keep))
 
 
 @partial(jax.jit, static_argnums=0)
 def _describe(algorithm: Algorithm, graded: Graded) -> dict[str, Any]:
-    """Metrics of the rollouts: rewards, lengths, shares, sampler against trainer, and where it is known KL to the base."""
-    mask = graded.rollouts.rows.mask()
+    """Metrics of the rollouts: rewards, lengths, shares, sampler against trainer, and where it is known KL to the base.
+
+    And what the regularisers say of their samples.
+    """
     metrics = rollout_metrics(algorithm, graded)
+    for _, piece in algorithm.active:
+        metrics |= piece.metrics(graded)
+    if "rollouts" not in algorithm.needs:
+        return metrics
+    mask = graded.rollouts.rows.mask()
     if graded.old_logps is not None:
         metrics |= _mismatch(algorithm, graded.rollouts.logps, graded.old_logps, mask)
     if graded.ref_logps is not None:
@@ -124,7 +145,7 @@ class Run:
 
     def __init__(self, experiment: Experiment, setup: Setup, folder: pathlib.Path, quiet: bool = False) -> None:
         self.x, self.task, self.root, self.folder, self.quiet = experiment, setup.task, setup.root, folder, quiet
-        self.reference, self.tx = setup.reference, setup.tx
+        self.reference, self.tx, self.critic_tx = setup.reference, setup.tx, setup.critic_tx
         optimiser, rollout = experiment.optimiser, experiment.rollout
         self.collector = Collector(
             setup.task,
@@ -134,6 +155,7 @@ class Run:
             optimiser.microbatch,
             setup.mesh,
             optimiser.packing,
+            matched_counts(experiment),
         )
         self.checkpoints = Checkpoints(folder / "checkpoints", experiment.checkpoint)
         state = setup.first_state()
@@ -148,6 +170,9 @@ class Run:
             self.arrays.require(name, (experiment.steps, *shape), dtype)
         self.exact_base: Exact | None = exact(setup.base) if isinstance(setup.task, Msa0Task) else None
         self.observer = Observer(experiment, setup, self.collector, folder, self.arrays)
+        self.collector = with_probe(self.collector, self.observer.probe, self.observer.base_logps)
+        self.generated = sum(line["cost/generated_tokens"] for line in self.log.lines("train"))
+        self.stops = Stops(experiment.stop, self.log.lines)
 
     def go(self) -> None:
         """All remaining steps; the last checkpoint and evaluation are of the trained model."""
@@ -157,9 +182,12 @@ class Run:
                 self.evaluate(0)
             with Progress(total, self.folder.name, quiet=self.quiet, done=self.start) as bar:
                 for step in range(self.start, total):
+                    if self.stops.reached:
+                        self.stop_early(step)
+                        break
                     bar.advance(1, **self.step(step))
             self.checkpoints.save(self.state)
-            summarise(self.folder, self.log, total)
+            summarise(self.folder, self.log, int(self.state.step), self.stops.reached)
         except WriteFailed as error:
             steps = self.checkpoints.steps()
             stands = f"the checkpoint of step {steps[-1]} stands" if steps else "there is no checkpoint yet"
@@ -171,75 +199,119 @@ class Run:
     def step(self, step: int) -> dict[str, str]:
         """One step: rollouts, terms, updates, and what they did to batch and probe."""
         began = time.monotonic()
+        algorithm = self.x.algorithm
         collected = self.collect(step)
-        minibatches, keep, acts = _prepare(self.x.algorithm, collected.graded)
-        scorer = self.state.model if self.observer.observes(step) else None
+        ready = _prepare(algorithm, collected.graded)
         view = BatchView.of(
-            scorer, minibatches, self.collector.temperature, self.x.optimiser.microbatch, self.collector.scorer
+            self.policy if algorithm.policy and self.observer.observes(step) else None,
+            ready.minibatches,
+            self.collector.temperature if algorithm.policy else 1.0,
+            self.x.optimiser.microbatch,
+            self.collector.scorer,
         )
-        self.observer.before(step, self.state, view)
-        metrics, updates = self.update(minibatches, np.asarray(acts))
-        metrics |= view.metrics(self.state.model)
+        self.observer.before(step, self.policy, view)
+        acts = np.asarray(ready.applied) & (algorithm.critic is None or step >= algorithm.critic.warmup)
+        metrics, updates = self.update(ready, acts)
+        metrics |= view.metrics(self.policy)
         self.state = dataclasses.replace(self.state, step=self.state.step + 1)
         metrics |= self.describe(collected, view)
         self.updates += updates
         metrics["optim/updates"] = self.updates
-        self.record(step, collected, keep)
+        self.record(step, collected, ready.keep)
         self.flush()
         metrics["cost/seconds"] = time.monotonic() - began
         self.push(step, "train", metrics)
         norm = metrics["optim/update_norm"] if updates == 1 else None  # norms of several updates do not add up
-        for kind, values, finish in self.observer.after(step, self.state, norm):
+        for kind, values, finish in self.observer.after(step, self.policy, norm):
             self.push(step, kind, values, finish)
+        if self.x.stop:
+            self.flush()  # what a run stops by must be known before the next step
         self.end_of_step(step + 1)
         return {
             "reward": f"{np.mean(collected.graded.reward):.3f}",
             "kept": f"{np.mean(collected.graded.prefiltered):.2f}",
         }
 
+    @property
+    def policy(self) -> Decoder:
+        """The model of the current state, without the value head of a critic on its trunk."""
+        return without_value_head(self.state.model)
+
+    def stop_early(self, step: int) -> None:
+        """A stop condition holds before step ``step``: evaluate what that step's end would have evaluated."""
+        every = self.x.eval.every
+        if not (every and step % every == 0):
+            self.flush()
+            self.evaluate(step)
+
     def collect(self, step: int) -> Collected:
         """The step's rollouts: those kept from an interrupted try, or fresh ones."""
         held = pending.load(self.folder, step)
         if held is not None:
             return dataclasses.replace(held, graded=self.collector.place(held.graded))
-        collected = self.collector(self.state.model, self.reference, self.root, step)
+        collected = self.collector(self.state, self.reference, self.root, step)
         if self.is_checkpoint(step):
             pending.save(self.folder, step, collected)
         return collected
 
-    def update(self, minibatches: tuple[tuple[Term, ...], ...], acts: np.ndarray) -> tuple[dict[str, Any], int]:
+    def update(self, ready: Prepared, acts: np.ndarray) -> tuple[dict[str, Any], int]:
         """All optimiser steps of one rollout batch, and their number. Metrics of several add up as means."""
         algorithm, optimiser = self.x.algorithm, self.x.optimiser
         totals: dict[str, Mean] = {}
-        acting = [terms for terms, act in zip(minibatches, acts, strict=True) if act]
-        layouts = [term_layouts(terms, optimiser, self.collector.mesh) for terms in acting]
+        layouts = [
+            term_layouts(terms, optimiser, self.collector.mesh) if act else None
+            for terms, act in zip(ready.minibatches, acts, strict=True)
+        ]
+        values = ready.values or (None,) * len(acts)
         for _ in range(algorithm.epochs):
-            for terms, packed in zip(acting, layouts, strict=True):
-                self.state, metrics = _update(
-                    self.state,
-                    terms,
-                    self.reference,
-                    tx=self.tx,
-                    temperature=self.collector.temperature,
-                    microbatch=optimiser.microbatch,
-                    score=self.collector.scorer,
-                    layouts=packed,
-                )
-                totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
+            for terms, value, packed, act in zip(ready.minibatches, values, layouts, acts, strict=True):
+                if act:
+                    self.state, metrics = self.step_on(self.state, terms, optimiser, self.tx, packed)
+                    totals = {name: totals.get(name, 0) + found for name, found in metrics.items()} | {
+                        name: found for name, found in totals.items() if name not in metrics
+                    }
+                if value is not None:
+                    totals = self.fit_critic(value, totals)
         return dict(totals), int(acts.sum()) * algorithm.epochs
+
+    def step_on(
+        self, state: TrainState, terms: tuple[Term, ...], optimiser: Optimiser, tx: Any, packed: Any
+    ) -> tuple[TrainState, dict[str, Mean]]:
+        """One optimiser step; ``state`` is donated."""
+        return _update(
+            state,
+            terms,
+            self.reference,
+            tx=tx,
+            temperature=self.collector.temperature,
+            microbatch=optimiser.microbatch,
+            score=self.collector.scorer,
+            layouts=packed,
+        )
+
+    def fit_critic(self, terms: tuple[Term, ...], totals: dict[str, Mean]) -> dict[str, Mean]:
+        """One step of a critic on its own trunk; ``totals`` with ``critic/loss`` and ``critic/grad_norm`` added."""
+        optimiser = own_optimiser(self.x.algorithm.critic)
+        state, metrics = self.step_on(self.state.critic, terms, optimiser, self.critic_tx, None)
+        self.state = dataclasses.replace(self.state, critic=dataclasses.replace(state, step=state.step + 1))
+        found = {"critic/loss": metrics["policy/loss"], "critic/grad_norm": metrics["optim/grad_norm"]}
+        return totals | {name: totals.get(name, 0) + value for name, value in found.items()}
 
     def describe(self, collected: Collected, view: BatchView) -> dict[str, Any]:
         """Metrics of the rollouts and of what they cost."""
         algorithm, batch = self.x.algorithm, view.batch
         metrics = _describe(algorithm, collected.graded)
-        if collected.graded.old_logps is None and view.before is not None:  # then the batch holds the sampler's
+        if view.before is not None and collected.graded.old_logps is None:  # then the batch holds the sampler's
             metrics |= _mismatch(algorithm, batch.old_logps, view.before, batch.rows.mask())
         counts = grading.counts(collected.verdicts)
         total = np.float32(sum(counts.values()))
         for status in ("no_box", "timeout", "error"):
             metrics[f"reward/{status}"] = Mean(np.float32(counts[status]), total)
         metrics["optim/lr"] = _rate(self.x.optimiser, self.updates, total=total_updates(self.x))
+        self.generated += collected.generated_tokens
         metrics["cost/generated_tokens"] = collected.generated_tokens
+        metrics["cost/total_tokens"] = self.generated
+        metrics |= {name: Mean(np.float32(a), np.float32(b)) for name, (a, b) in collected.notes.items()}
         return metrics
 
     def record(self, step: int, collected: Collected, keep: Array) -> None:
@@ -280,7 +352,9 @@ class Run:
         """Write the queued lines. A NaN in one stops the run, and so does a sampler that is too far off."""
         late, self.late = self.late, []
         for step, kind, values, finish in late:
-            check_gap(self.x.algorithm, step, self.log.write(step, kind, finish(jax.device_get(values))))
+            line = self.log.write(step, kind, finish(jax.device_get(values)))
+            check_gap(self.x.algorithm, step, line)
+            self.stops.see(line)
 
     def end_of_step(self, step: int) -> None:
         """Evaluation and checkpoint of the state before step ``step``."""
@@ -299,15 +373,13 @@ class Run:
         """pass@k of every evaluation set (and of the training prompts where that is exact)."""
         spec, task = self.x.eval, self.task
         if isinstance(task, Msa0Task) and self.exact_base is not None:
-            self.log.write(
-                step, "eval", evaluate_exact(self.state.model, self.exact_base, task, spec.k, step, self.folder)
-            )
+            self.log.write(step, "eval", evaluate_exact(self.policy, self.exact_base, task, spec.k, step, self.folder))
             return
         metrics: dict[str, float] = {}
         for name in task.pools:
             if name != "train":
                 metrics |= evaluate_samples(
-                    self.state.model,
+                    self.policy,
                     task,
                     name,
                     presets=spec.presets,

@@ -7,6 +7,7 @@ exact kernel between the live batch and the probe is stored beside them.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,16 +37,17 @@ from jaxrl.train.experiment import Experiment
 from jaxrl.train.kernels import StepKernels, step_kernels, store_step
 from jaxrl.train.setup import Setup
 from jaxrl.train.sketches import StepSketches, step_sketches, store_sketches
-from jaxrl.types import Batch, Probe, Rows, Term, TrainState
+from jaxrl.types import Batch, Probe, Rows, Term, flatten_leading
 
 Finish = Callable[[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class BatchView:
-    """The policy term's rows of one step, all mini-batches together, and their log-probs before it.
+    """The rows of a step's first term, all mini-batches together, and their log-probs before it.
 
-    ``before`` and ``entropy`` are None on steps that are not observed, which saves two forward passes.
+    That is the policy term where there is one. ``before`` and ``entropy`` are None on steps that are not observed,
+    which saves two forward passes, and where there is no policy term.
     """
 
     batch: Batch
@@ -66,12 +68,21 @@ class BatchView:
         score: Scorer = REVERSE,
     ) -> BatchView:
         """Join the mini-batches' first terms and score them with ``model``, if one is given."""
-        policy = [terms[0] for terms in minibatches]
-        batch = policy[0].batch
-        if len(policy) > 1:
-            batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in policy])
+        first = [terms[0] for terms in minibatches]
+        batch, loss = first[0].batch, first[0].loss
+        if len(first) > 1:
+            batch = jax.tree.map(lambda *x: jnp.concatenate(x), *[term.batch for term in first])
         before, entropy = (None, None) if model is None else scored(model, batch.rows, temperature, at_once, score)
-        return cls(batch, policy[0].loss, temperature, at_once, before, entropy, score)
+        return cls(batch, loss, temperature, at_once, before, entropy, score)
+
+    @property
+    def term(self) -> Term:
+        """What kernels of this step are of: rows ``[N L]``, the two of a pair each a row with its pair's weight."""
+        batch = self.batch
+        if batch.weight.ndim == 2:
+            return Term(batch, self.loss)
+        both = jnp.broadcast_to(jnp.max(batch.weight, axis=(1, 2), keepdims=True), batch.weight.shape)
+        return Term(flatten_leading(dataclasses.replace(batch, weight=both), 2), self.loss)
 
     def metrics(self, model: Decoder) -> dict[str, Mean]:
         """Clip violations (A23 a, b) before and after the step, and the sampled policy's entropy (A18).
@@ -131,18 +142,18 @@ class Observer:
         arrays.put("probe_length", np.asarray(self.rows.response_length(), np.int32))
         arrays.write("probe_logp_sum", 0, self.base_logps.sum(-1))
 
-    def before(self, step: int, state: TrainState, view: BatchView) -> None:
+    def before(self, step: int, model: Decoder, view: BatchView) -> None:
         """Score the probe, and on influence steps keep the parameters and take the kernel."""
         if not self.observes(step):
             return
         if self.current is None:
-            self.current = self._score(state.model)
+            self.current = self._score(model)
         if self.measures(step):
-            self.kept_model = jax.tree.map(jnp.copy, state.model)
+            self.kept_model = jax.tree.map(jnp.copy, model)
             spec = self.x.influence
             self.kernels = step_kernels(
-                state.model,
-                Term(view.batch, view.loss),
+                model,
+                view.term,
                 self.rows,
                 rows=spec.rows,
                 temperature=view.temperature,
@@ -151,28 +162,28 @@ class Observer:
             )
             if spec.sketch:
                 self.sketches = step_sketches(
-                    state.model,
-                    view.batch,
+                    model,
+                    view.term.batch,
                     self.rows,
                     rows=spec.rows,
                     size=spec.sketch,
                     temperature=view.temperature,
                 )
 
-    def after(self, step: int, state: TrainState, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
+    def after(self, step: int, model: Decoder, update_norm: Mean | None) -> list[tuple[str, Any, Finish]]:
         """Lines to write once their device values have arrived: ``(kind, device values, finish)``.
 
         ``update_norm`` is ``|dtheta|`` of the whole step, None where it is not known.
         """
         if not self.observes(step):
             return []
-        before, after = self.current, self._score(state.model)
+        before, after = self.current, self._score(model)
         self.current = after if self.observes(step + 1) else None
         values = {"before": before, "after": after, "update_norm": update_norm}
         in_batch = np.asarray(self.task.pools["train"].take(self.root, step, self.x.rollout.prompts).uid)
         lines: list[tuple[str, Any, Finish]] = [("probe", values, partial(self._probe_line, step, in_batch))]
         if self.kept_model is not None:
-            direction = parameter_change(state.model, self.kept_model)
+            direction = parameter_change(model, self.kept_model)
             predicted = predicted_change(self.kept_model, direction, self.rows, chunk=self.at_once)
             values = {"before": before, "after": after, "predicted": predicted}
             lines.append(("influence", values, partial(self._influence_line, step, self.kernels, self.sketches)))

@@ -17,16 +17,30 @@ import numpy as np
 from jaxrl.rewards import Verdict
 from jaxrl.train.collect import Collected
 from jaxrl.train.record import replacing
-from jaxrl.types import Graded, Rollouts, Rows
+from jaxrl.types import Graded, Pairs, Rollouts, Rows, Samples
 
 FILE = "pending.npz"
-NESTED = {"rollouts": Rollouts, "base": Rollouts, "rows": Rows}
+NESTED = {
+    "rollouts": Rollouts,
+    "base": Rollouts,
+    "rows": Rows,
+    "probe": Rows,
+    "stream": Samples,
+    "teacher": Samples,
+    "demonstrations": Samples,
+    "pairs": Pairs,
+}
 
 
 def save(folder: pathlib.Path, step: int, collected: Collected) -> None:
     """Write ``pending.npz`` for ``step``."""
     verdicts = [[None if v is None else dataclasses.asdict(v) for v in row] for row in collected.verdicts]
-    note = {"step": step, "generated_tokens": collected.generated_tokens, "verdicts": verdicts}
+    note = {
+        "step": step,
+        "generated_tokens": collected.generated_tokens,
+        "verdicts": verdicts,
+        "notes": collected.notes,
+    }
     arrays = {"note": np.array(json.dumps(note))} | _flatten(jax.device_get(collected.graded))
     with replacing(folder / FILE) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
@@ -42,7 +56,8 @@ def load(folder: pathlib.Path, step: int) -> Collected | None:
         if note["step"] != step:
             return None
         verdicts = [[None if v is None else Verdict(**v) for v in row] for row in note["verdicts"]]
-        return Collected(_build(Graded, arrays), verdicts, int(note["generated_tokens"]))
+        notes = {name: (float(a), float(b)) for name, (a, b) in note["notes"].items()}
+        return Collected(_build(Graded, arrays), verdicts, int(note["generated_tokens"]), notes)
     except Exception:  # damaged in whatever way, by a kill or a copy: numpy, zip and JSON each raise kinds of their own
         return None
 

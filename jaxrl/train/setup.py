@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,14 +20,16 @@ from jaxrl.errors import UsageError
 from jaxrl.evaluation.exact import gates, require_gates
 from jaxrl.mesh import make_mesh, replicated, shard_tree, state_shardings
 from jaxrl.models.config import ModelConfig
+from jaxrl.models.critic import critic_of, with_value_head
 from jaxrl.models.decoder import Decoder, init_model, param_axes, with_config
 from jaxrl.models.hf import load_model, save_model
 from jaxrl.rewards.shaping import try_reward
+from jaxrl.rl.critic import Critic, own_optimiser
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.packed import check_packing
-from jaxrl.train.supervised import BASE_CONFIG, train_base
+from jaxrl.train.supervised import BASE_CONFIG, train_base, train_oracle
 from jaxrl.train.tasks import Msa0Task, Task, base_seed, make_task
 from jaxrl.types import TrainState
 
@@ -36,24 +38,35 @@ from jaxrl.types import TrainState
 class Setup:
     """What a run starts from. ``base`` is the model at step 0; ``reference`` it again where a piece needs it.
 
-    A run releases ``base`` once its own state and its probe are made of it.
+    With a teacher, ``reference`` is a dict of ``teacher`` and, where a piece needs it, ``base``. A run releases ``base``
+    once its own state and its probe are made of it. ``critic``: the algorithm's, with ``critic_tx`` for a trunk of its own.
     """
 
     task: Task
     mesh: Mesh
     root: Key[Array, ""]
     base: Decoder
-    reference: Decoder | None
+    reference: Any
     tx: optax.GradientTransformation
+    critic: Critic | None = None
+    critic_tx: optax.GradientTransformation | None = None
 
     def first_state(self) -> TrainState:
         """Step 0. The model is a copy: the state is donated to updates, the base must outlive them."""
-        model = jax.tree.map(jnp.copy, self.base)
+        if self.critic is None:
+            return self._state(self.base, self.tx)
+        if self.critic_tx is None:
+            return self._state(with_value_head(self.base), self.tx)
+        critic = self._state(critic_of(self.base), self.critic_tx)
+        return replace(self._state(self.base, self.tx), critic=critic)
+
+    def _state(self, model: Decoder, tx: optax.GradientTransformation) -> TrainState:
+        model = shard_tree(self.mesh, param_axes(model.config), jax.tree.map(jnp.copy, model))
         shardings = jax.tree.map(lambda x: x.sharding, model)
-        like = jax.eval_shape(self.tx.init, model)
+        like = jax.eval_shape(tx.init, model)
         place = state_shardings(self.mesh, like, model, shardings)
         with jax.numpy_dtype_promotion("standard"):
-            opt_state = jax.jit(self.tx.init, out_shardings=place)(model)
+            opt_state = jax.jit(tx.init, out_shardings=place)(model)
         key = jax.random.wrap_key_data(self.everywhere(jax.random.key_data(self.root)))
         return TrainState(self.count(0), model, opt_state, key)
 
@@ -88,9 +101,46 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
     except BaseException:
         task.close()
         raise
-    needs = experiment.algorithm.needs & {"reference_model", "ref_logps", "base_samples"}
     tx = cached_optimiser(experiment.optimiser, total_updates(experiment))
-    return Setup(task, mesh, root, base, base if needs else None, tx)
+    critic = experiment.algorithm.critic
+    own = None if critic is None or critic.shared else cached_optimiser(own_optimiser(critic), total_updates(experiment))
+    return Setup(task, mesh, root, base, _reference(experiment, task, mesh, out, base), tx, critic, own)
+
+
+# What asks for the base model, and for a teacher, beside the policy.
+BASE_NEEDS = frozenset({"reference_model", "ref_logps", "base_samples", "base_logps", "stream_samples", "pairs"})
+TEACHER_NEEDS = frozenset({"teacher_samples", "teacher_model"})
+
+
+def _reference(experiment: Experiment, task: Task, mesh: Mesh, out: pathlib.Path | None, base: Decoder) -> Any:
+    """The frozen models that the pieces ask for: None, the base, or a dict of them."""
+    needs = experiment.algorithm.needs
+    held = base if needs & BASE_NEEDS else None
+    if not needs & TEACHER_NEEDS:
+        return held
+    teacher = place(_teacher(experiment, mesh, out), experiment.model, task, mesh)
+    if teacher.config.vocab_size != base.config.vocab_size:
+        raise UsageError(
+            f"teacher: its vocabulary has {teacher.config.vocab_size} ids, the policy's {base.config.vocab_size}; "
+            "a teacher shares the policy's tokens"
+        )
+    return {"teacher": teacher} | ({} if held is None else {"base": held})
+
+
+def _teacher(experiment: Experiment, mesh: Mesh, out: pathlib.Path | None) -> Decoder:
+    """The teacher: read from a folder, or trained once a run and kept in ``out/teacher``."""
+    spec, dtype = experiment.teacher, experiment.model.dtype
+    if spec is None:
+        raise UsageError("teacher: the algorithm distils from one; add teacher: {path: FOLDER} (or {base: oracle})")
+    if spec.path is not None:
+        return load_model(spec.path, dtype=dtype, mesh=mesh)
+    stored = None if out is None else out / "teacher"
+    if stored is not None and (stored / "config.json").exists():
+        return load_model(stored, dtype=dtype, mesh=mesh)
+    model = train_oracle(base_seed(experiment))
+    if stored is not None:
+        save_model(model, stored)
+    return model
 
 
 def cached_optimiser(spec: Optimiser, total: int) -> optax.GradientTransformation:

@@ -55,19 +55,36 @@ def train_base(
     Initial weights, teacher and samples derive from the seed by name. Whether the result may be used is
     what ``evaluation.exact.require_gates`` decides.
     """
+    return _fitted(seed, "base", synthetic.Msa0(seed).teacher(), steps, batch, lr, config, quiet)
+
+
+def train_oracle(
+    seed: int,
+    *,
+    steps: int = BASE_STEPS,
+    batch: int = BASE_BATCH,
+    lr: float = BASE_LR,
+    config: ModelConfig = BASE_CONFIG,
+    quiet: bool = False,
+) -> Decoder:
+    """A model that answers MSA-0 rightly by both strategies: a teacher to distil from, trained as the base is."""
+    teacher = synthetic.oracle(synthetic.Msa0(seed).teacher())
+    return _fitted(seed, "oracle", teacher, steps, batch, lr, config, quiet)
+
+
+def _fitted(
+    seed: int, name: str, teacher: Any, steps: int, batch: int, lr: float, config: ModelConfig, quiet: bool
+) -> Decoder:
     root = keys.root(seed)
-    model = init_model(config, keys.at(root, "base", "init"))
-    teacher = jax.tree.map(jnp.asarray, synthetic.Msa0(seed).teacher())
-    desc = "" if quiet else f"base of seed {seed}"
     return supervised(
-        model,
+        init_model(config, keys.at(root, name, "init")),
         synthetic.teacher_rows,
-        teacher,
-        keys.at(root, "base", "data"),
+        jax.tree.map(jnp.asarray, teacher),
+        keys.at(root, name, "data"),
         steps=steps,
         batch=batch,
         lr=lr,
-        desc=desc,
+        desc="" if quiet else f"{name} of seed {seed}",
     )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from jaxrl.data import arithmetic, datasets
+from jaxrl.data.preferences import PairPool, load_preferences, tokenise_preferences
 from jaxrl.data.prompts import PromptPool, build_pool, load_tokenizer
-from jaxrl.data.synthetic import RESPONSE_LENGTH, Msa0, mode, well_formed
+from jaxrl.data.synthetic import RESPONSE_LENGTH, Msa0, mode, oracle_responses, well_formed
 from jaxrl.data.templates import make_template
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import JaxrlError, UsageError
@@ -41,6 +42,18 @@ class Task(Protocol):
 
     def modes(self, responses: Sequence[Sequence[int]]) -> np.ndarray | None:
         """Strategy of each response as a small integer, where the task knows strategies."""
+        ...
+
+    def demonstrations(self, uid: Sequence[int], n: int, key: Key[Array, ""]) -> list[list[list[int]]]:
+        """``n`` correct solutions to each prompt as token ids, end-of-sequence token included; ``[]`` for a missing one.
+
+        Raises ``UsageError`` when the task has none.
+        """
+        ...
+
+    @property
+    def pairs(self) -> PairPool:
+        """Preferences of a file. Raises ``UsageError`` when the task names none."""
         ...
 
     def close(self) -> None:
@@ -77,6 +90,14 @@ class Msa0Task:
     def modes(self, responses: Sequence[Sequence[int]]) -> np.ndarray | None:
         return mode(*_padded(responses))
 
+    def demonstrations(self, uid: Sequence[int], n: int, key: Key[Array, ""]) -> list[list[list[int]]]:
+        """The oracle's: a strategy at even odds, the teacher's habit of work, always the right answer."""
+        return oracle_responses(np.asarray(uid), n, key).tolist()
+
+    @property
+    def pairs(self) -> PairPool:
+        raise UsageError("task: msa0 has no preference file; use source: base")
+
     def close(self) -> None:
         pass
 
@@ -92,6 +113,8 @@ class ProblemsTask:
     rule: MathRule
     verifier: Verifier
     notes: dict[str, Any] = field(default_factory=dict)
+    solutions: Mapping[int, list[int]] | None = None
+    preferences: PairPool | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -110,6 +133,17 @@ class ProblemsTask:
 
     def modes(self, responses: Sequence[Sequence[int]]) -> np.ndarray | None:
         return None
+
+    def demonstrations(self, uid: Sequence[int], n: int, key: Key[Array, ""]) -> list[list[list[int]]]:
+        if self.solutions is None:
+            raise UsageError("task.solution: demonstrations are needed; name the field of task.train that holds them")
+        return [[self.solutions[int(u)]] * n for u in uid]
+
+    @property
+    def pairs(self) -> PairPool:
+        if self.preferences is None:
+            raise UsageError("task.preferences: pairs of a file are needed; name the file")
+        return self.preferences
 
     def close(self) -> None:
         self.verifier.close()
@@ -161,12 +195,39 @@ def problems_task(spec: ProblemsSpec, tokenizer_source: str) -> ProblemsTask:
         pool = build_pool(problems, tokenizer, template, max_prompt=spec.max_prompt, too_long=spec.too_long)
         if pool.dropped:
             notes.setdefault("long_prompts_dropped", {})[name] = len(pool.dropped)
+        sets[name] = problems
         offset = len(golds)
         golds |= {offset + i: p.answer for i, p in enumerate(problems)}
         ids |= {offset + i: p.id for i, p in enumerate(problems)}
         width = max(len(t) for t in pool.tokens)
         pools[name] = PromptPool(pool.tokens, pool.uid + offset, width, pool.dropped)
-    return ProblemsTask(pools, golds, ids, tokenizer, rule, verifier, notes)
+    solutions = None if spec.solution is None else _solutions(sets["train"], spec, tokenizer)
+    preferences = None if spec.preferences is None else _preferences(spec, tokenizer, template)
+    return ProblemsTask(pools, golds, ids, tokenizer, rule, verifier, notes, solutions, preferences)
+
+
+def _solutions(problems: Sequence[datasets.Problem], spec: ProblemsSpec, tokenizer: Tokenizer) -> dict[int, list[int]]:
+    """Worked solutions by prompt number, each ended by a stop id."""
+    lacking = [p.id for p in problems if not str(p.extra.get(spec.solution) or "").strip()]
+    if lacking:
+        raise UsageError(
+            f"task.solution: {len(lacking)} problems of {spec.train} have no field {spec.solution!r} with text, the "
+            f"first {lacking[0]}; the fields are {', '.join(problems[0].extra) or 'none beside id, problem, answer'}"
+        )
+    stop = min(tokenizer.stop_ids)
+    return {i: [*tokenizer.encode(str(p.extra[spec.solution]), special=False), stop] for i, p in enumerate(problems)}
+
+
+def _preferences(spec: ProblemsSpec, tokenizer: Tokenizer, template: Any) -> PairPool:
+    rows = load_preferences(str(spec.preferences))
+    return tokenise_preferences(
+        rows,
+        tokenizer,
+        template,
+        max_prompt=spec.max_prompt,
+        max_response=spec.max_preferred,
+        stop_id=min(tokenizer.stop_ids),
+    )
 
 
 def load_set(source: str) -> list[datasets.Problem]:
