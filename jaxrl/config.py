@@ -94,7 +94,6 @@ RANGES: dict[str, Range] = {
     "coef": Range(0, 10**6),
     "Critic.clip": Range(0, 10**6, above=True),
     "Importance.clip": Range(0, 100),
-    "ValueLoss.clip": Range(0, 10**6, above=True),
     "BatchWhiten.eps": SHARE,
     "max_preferred": SIZE,
     "StopSpec.value": Range(-(10**18), 10**18),
@@ -288,8 +287,7 @@ def _conflicts(x: Experiment) -> Iterator[tuple[Path, str]]:
     if rollout.n < least:
         yield (
             ("rollout", "n"),
-            f"the advantage {algorithm.advantage.tag} is over the responses of one prompt: expected {least} or more, "
-            f"got {rollout.n}",
+            f"the advantage compares the responses of one prompt: expected {least} or more, got {rollout.n}",
         )
     yield from _algorithm_conflicts(x)
     if rollout.prompts % algorithm.minibatches:

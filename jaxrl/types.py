@@ -208,6 +208,11 @@ class TrainState:
     key: Any
     critic: TrainState | None = None
 
+    @property
+    def critic_model(self) -> Any:
+        """The critic's parameters, None without one on its own trunk."""
+        return None if self.critic is None else self.critic.model
+
 
 @dataclass(frozen=True)
 class Kernel:

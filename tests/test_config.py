@@ -247,7 +247,7 @@ def test_a_wrong_line_is_named_with_what_was_expected(load, line, expected):
         ("{lr: 1e-3}", "{lr: 1, type: adam}", "c.yaml:4: optimiser.type: expected one of adamw, sgd, got 'adam'; did you mean 'adamw'?"),
         ("{lr: 1e-3}", "{lr: 1, warmup: 20}", "c.yaml:4: optimiser.warmup: 20 updates of warm-up, but the run has only 20"),
         ("steps: 20\n", "", "c.yaml: steps: this key is needed and has no default"),
-        ("grpo", "gpro", "c.yaml:3: algorithm.name: unknown algorithm 'gpro'; did you mean 'grpo'?"),
+        ("grpo", "grppo", "c.yaml:3: algorithm.name: unknown algorithm 'grppo'; did you mean 'grpo'?"),
         ("grpo", "{minibatches: 3}", "c.yaml:3: algorithm.minibatches: 16 prompts do not split into 3 equal mini-batches"),
         ("grpo", "{keep: {type: solve_rate, max: 2}}", "c.yaml:3: algorithm.keep.max: expected a number from 0 to 1, got 2"),
         ("grpo", "{loss: {type: clip, low: 0.1, hi: 0.3}}", "c.yaml:3: algorithm.loss.hi: unknown key; did you mean 'high'?"),

@@ -115,10 +115,11 @@ def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None, pairs: i
     run = open_run(folder, step)
     open_things.callback(run.setup.task.close)
     x, setup = run.experiment, run.setup
+    check_algorithm(x.algorithm, folder)
     model, reference = double(run.state.model), double(setup.reference)
     rollout = replace(x.rollout, log_greedy=False)  # greedy answers are sampled where a piece needs them only
     collector = Collector(setup.task, x.algorithm, rollout, x.reward, x.optimiser.microbatch)
-    collected = collector(model, reference, setup.root, run.step)
+    collected = collector(model, reference, setup.root, run.step, double(run.state.critic_model))
     probe = probe or load_probe(folder / "probe.npz")
     return Case(
         model=model,
@@ -134,6 +135,20 @@ def of_run(folder: pathlib.Path, step: int | None, probe: Probe | None, pairs: i
         later=later(run),
         training=training_of(run, collector, probe, pairs),
     )
+
+
+def check_algorithm(algorithm: Algorithm, folder: pathlib.Path) -> None:
+    """Raise ``UsageError`` for a run whose updates are not those of a policy term on the policy's parameters."""
+    if not algorithm.policy:
+        raise UsageError(
+            f"{folder}: its algorithm has no policy term, and the check is of one; check the model that `jaxrl export` "
+            "makes of a checkpoint"
+        )
+    if algorithm.critic is not None and algorithm.critic.shared:
+        raise UsageError(
+            f"{folder}: its critic shares the policy's trunk, so that values move the policy too, which the check does "
+            "not account for; train with algorithm.critic.trunk: own"
+        )
 
 
 def of_model(name: str, probe: Probe | None, pairs: int) -> Case:

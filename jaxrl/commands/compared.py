@@ -20,6 +20,7 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.influence.gradients import leaf_names
 from jaxrl.influence.probe import load_probe
+from jaxrl.models.critic import without_value_head
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.hf import load_model
 from jaxrl.rl.algorithms import Algorithm, kept, prepare
@@ -124,8 +125,13 @@ def of_run(arguments: argparse.Namespace) -> Compared:
     x, setup = run.experiment, run.setup
     try:
         check_parameters(run.state.model, f"{folder} step {run.step}")
+        if not x.algorithm.policy:
+            raise UsageError(
+                f"{folder}: its algorithm has no policy term, so no rollouts to compare with the probe; export a "
+                "checkpoint and give rows of your own (--a, --b)"
+            )
         collector = Collector(setup.task, x.algorithm, x.rollout, x.reward, x.optimiser.microbatch, setup.mesh)
-        graded = collector(run.state, setup.reference, setup.root, run.step).graded
+        graded = collector(run.state.model, setup.reference, setup.root, run.step, run.state.critic_model).graded
         view = BatchView.of(None, prepare(x.algorithm, graded), collector.temperature, None)
         batch = Side(view.batch.rows, batch_labels(run, graded, x.algorithm))
         probe = load_probe(folder / "probe.npz")
@@ -133,11 +139,11 @@ def of_run(arguments: argparse.Namespace) -> Compared:
     finally:
         setup.task.close()
     return Compared(
-        model=run.state.model,
+        model=without_value_head(run.state.model),
         sides=(batch, followed),
         about={"model": str(folder), "step": run.step},
         out=folder / f"kernel-{run.step:06d}.zarr",
-        term=Term(view.batch, view.loss),
+        term=view.term,
         temperature=view.temperature,
         rows=x.influence.rows,
     )

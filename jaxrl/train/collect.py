@@ -39,7 +39,7 @@ from jaxrl.train.extras import Extras
 from jaxrl.train.packed import layout
 from jaxrl.train.rounds import Round, chances, kept_counts, response_tokens
 from jaxrl.train.tasks import Task
-from jaxrl.types import Graded, Probe, Prompts, Rollouts, Rows, TrainState
+from jaxrl.types import Graded, Probe, Prompts, Rollouts, Rows
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,15 @@ class Collector:
         """How rows are scored that this collector made: at as many positions as a response may have."""
         return Reverse(responses=self.spec.max_new_tokens, mesh=self.mesh)
 
-    def __call__(self, state: TrainState, reference: Any, root: Key[Array, ""], step: int) -> Collected:
+    def __call__(
+        self, model: Decoder, reference: Any, root: Key[Array, ""], step: int, critic: Decoder | None = None
+    ) -> Collected:
         """Collect step ``step`` with the current policy.
 
-        ``reference``: the base, or a dict of ``base`` and ``teacher``, where a piece needs them.
+        ``reference``: the base, or a dict of ``base`` and ``teacher``, where a piece needs them. ``critic``: one on a
+        trunk of its own; the policy's value head serves else.
         """
-        policy, needs = without_value_head(state.model), self.algorithm.needs
+        policy, needs = without_value_head(model), self.algorithm.needs
         self.engine.load(policy, step)
         found = self.rounds(root, step)
         self.engine.sleep()
@@ -99,7 +102,7 @@ class Collector:
             old_logps=self.score(policy, rollouts.rows) if "trainer_logps" in needs else None,
             ref_logps=self.score(reference_of(reference, "base"), rollouts.rows) if "ref_logps" in needs else None,
         )
-        graded, spent = Extras(self, reference, root, step)(replace(graded, **self.values(state, rollouts.rows)))
+        graded, spent = Extras(self, reference, root, step)(replace(graded, **self.values(critic or model, rollouts.rows)))
         return Collected(self.place(graded), found.verdicts, found.spent + spent, found.notes)
 
     def rounds(self, root: Key[Array, ""], step: int) -> Round:
@@ -162,12 +165,11 @@ class Collector:
         """Which prompts of a generation batch train."""
         return np.asarray(kept_prompts(self.algorithm, found.graded(self.reward)))
 
-    def values(self, state: TrainState, rows: Rows) -> dict[str, Array]:
+    def values(self, model: Decoder, rows: Rows) -> dict[str, Array]:
         """What the critic says of the rollouts, where a piece asks."""
         needs = self.algorithm.needs
         if self.algorithm.critic is None:
             return {}
-        model = state.model if state.critic is None else state.critic.model  # a shared trunk is the policy's
         shape = rows.start.shape
         flat = rows.flat()
         # one more column: the state after the last token has a value too

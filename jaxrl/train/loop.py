@@ -249,7 +249,7 @@ class Run:
         held = pending.load(self.folder, step)
         if held is not None:
             return dataclasses.replace(held, graded=self.collector.place(held.graded))
-        collected = self.collector(self.state, self.reference, self.root, step)
+        collected = self.collector(self.state.model, self.reference, self.root, step, self.state.critic_model)
         if self.is_checkpoint(step):
             pending.save(self.folder, step, collected)
         return collected
