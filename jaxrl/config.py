@@ -255,7 +255,8 @@ def _over(recipe: Any, given: Any) -> Any:
     """Keys of a piece change that piece; another ``type`` is another piece."""
     if not isinstance(recipe, dict) or not isinstance(given, dict):
         return given
-    return {**recipe, **given} if given.get("type", recipe["type"]) == recipe["type"] else given
+    tag = recipe.get("type")  # a plain section, such as a critic, has none
+    return {**recipe, **given} if given.get("type", tag) == tag else given
 
 
 def _read(document: Document) -> Experiment:
