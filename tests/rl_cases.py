@@ -34,7 +34,7 @@ B8_BASE_LENGTHS = [[3, 2], [4, 5], [2, 3]]
 
 def rows_of(lengths, seed=0):
     """Random rows with response lengths ``lengths`` (any leading axes)."""
-    lengths = jnp.asarray(lengths)
+    lengths = jnp.asarray(lengths, jnp.int32)
     width = PROMPT + max(int(lengths.max()), 1)
     tokens = np.random.default_rng(seed).integers(0, VOCAB, (*lengths.shape, width))
     return Rows(jnp.asarray(tokens, jnp.int32), jnp.full(lengths.shape, PROMPT, jnp.int32), lengths + PROMPT)
@@ -67,7 +67,7 @@ def graded_of(reward, lengths, *, greedy=None, base_lengths=None, seed=0):
 def prefiltered(algorithm, graded):
     """What the collector hands over: prompts dropped by the prefilter hold empty slots and no reward."""
     greedy = jnp.zeros(graded.uid.shape, bool) if graded.greedy_correct is None else graded.greedy_correct
-    chosen = algorithm.prefilter(greedy)
+    chosen = algorithm.prefilter(greedy, graded.chance, graded.matched)
     rows = graded.rollouts.rows
     rows = dataclasses.replace(rows, length=jnp.where(chosen[:, None], rows.length, rows.start))
     return dataclasses.replace(
