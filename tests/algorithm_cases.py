@@ -8,7 +8,7 @@ import numpy as np
 from bigram import BIGRAM, VOCAB, policy
 from rl_cases import graded_of, prefiltered, rows_of
 
-from jaxrl.rl.advantages import BatchWhiten, Centre, Gae, PassK, Signed
+from jaxrl.rl.advantages import BatchWhiten, Centre, Gae, PassK, PassKTraining, Signed
 from jaxrl.rl.algorithms import Algorithm
 from jaxrl.rl.critic import Critic
 from jaxrl.rl.filters import (
@@ -45,6 +45,7 @@ def with_kl(coef=0.1, **fields):
 
 # Named recipes, and combinations of pieces that no recipe holds.
 TABLE = ALGORITHMS | {
+    "pass_at_k_training": Algorithm(advantage=PassKTraining(k=2)),  # at k = n, as the recipe has it here, all is 0
     "centred, constant length": Algorithm(advantage=Centre(), weights=SequenceMeanTokenSumNorm(length=5)),
     "mixed groups, truncated masked": Algorithm(keep=Mixed(), truncated="mask"),
     "hard prompts": Algorithm(keep=SolveRate(max=0.5), weights=SequenceMeanTokenMean(over="prompts"), no_kept="skip"),

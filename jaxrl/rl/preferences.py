@@ -48,7 +48,9 @@ class PairLoss(TokenLoss):
         """Log-probs of responses, or their means over tokens; ``whole``: sums whatever ``average`` says."""
         mask = rows.mask()
         total = jnp.sum(jnp.where(mask, logps, 0), axis=-1)
-        return total / jnp.maximum(jnp.sum(mask, axis=-1), 1) if self.average and not whole else total
+        if not self.average or whole:
+            return total
+        return total / jnp.maximum(jnp.sum(mask, axis=-1), 1).astype(total.dtype)
 
     def refresh(
         self, model: Any, reference: Any, batch: Batch, *, temperature: float, score: Scorer = FORWARD
