@@ -216,6 +216,10 @@ def _export(p: argparse.ArgumentParser) -> None:
     p.add_argument("--overwrite", action="store_true", help="replace what DIR holds")
 
 
+def _algorithms(p: argparse.ArgumentParser) -> None:
+    p.add_argument("name", nargs="?", metavar="NAME", help="one recipe, as a config that `jaxrl train` takes")
+
+
 # name -> (arguments, one line, example)
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
     "demo": (
@@ -227,6 +231,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         _train,
         "train a policy as a config says",
         "jaxrl train configs/msa0/self.yaml --set seed=1 --set optimiser.lr=1e-3 --out runs/self-1",
+    ),
+    "algorithms": (
+        _algorithms,
+        "the recipes, their pieces and sources; or one of them as a config",
+        "jaxrl algorithms dapo",
     ),
     "sample": (
         _sample,
@@ -342,8 +351,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(result: Mapping[str, Any] | None, as_json: bool) -> None:
-    """Print a result on standard output."""
-    if result:
+    """Print a result on standard output. One that is ``text`` alone is printed as it is."""
+    if result and not as_json and set(result) == {"text"}:
+        sys.stdout.write(result["text"])
+    elif result:
         (write_json if as_json else write_tables)(result, sys.stdout)
     sys.stdout.flush()
 

@@ -10,20 +10,34 @@ import pytest
 from rl_cases import graded_of, prefiltered, quick_jit, scored, tiny_model
 
 from jaxrl import keys
-from jaxrl.rl.advantages import ADVANTAGES, Centre
+from jaxrl.rl.advantages import ADVANTAGES, Centre, Gae
 from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
-from jaxrl.rl.filters import FILTERS, PREFILTERS, KeepGreedyFails, Mixed, SampleGreedyFails, SolveRate
-from jaxrl.rl.losses import LOSSES, Nll
+from jaxrl.rl.critic import Critic
+from jaxrl.rl.filters import (
+    FILTERS,
+    PREFILTERS,
+    KeepGreedyFails,
+    KeepMatched,
+    Mixed,
+    SampleGreedyFails,
+    SampleMatched,
+    SolveRate,
+)
+from jaxrl.rl.losses import LOSSES, Nll, NoPolicy
 from jaxrl.rl.old_logps import OLD_LOGPS, Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser, make_optimiser
 from jaxrl.rl.pieces import NEEDS
 from jaxrl.rl.recipes import ALGORITHMS
-from jaxrl.rl.regularisers import REGULARISERS, Kl
+from jaxrl.rl.refill import Refill
+from jaxrl.rl.regularisers import REGULARISERS, Imitation, Kl
+from jaxrl.rl.shaping import Overlong
 from jaxrl.rl.update import update
 from jaxrl.rl.weights import WEIGHTS, SequenceMeanTokenMean, SequenceMeanTokenSumNorm, TokenMean
 from jaxrl.types import TrainState
 
-TABLE = ALGORITHMS | {
+# What a decoder trains on here; the table over every algorithm is in test_algorithm_table.
+HELD = {"rollouts", "trainer_logps", "sampler_logps", "ref_logps", "greedy_correct", "base_samples", "reference_model"}
+TABLE = {name: x for name, x in ALGORITHMS.items() if x.needs <= HELD and x.policy} | {
     "dr_grpo": Algorithm(advantage=Centre(), weights=SequenceMeanTokenSumNorm(length=5)),
     "mixed_groups_only": Algorithm(keep=Mixed(), truncated="mask"),
     "hard_prompts": Algorithm(keep=SolveRate(max=0.5), weights=SequenceMeanTokenMean(over="prompts"), no_kept="skip"),
@@ -72,7 +86,24 @@ def models():
 
 
 # programs of their own, for what other files work by hand
-SLOW = ("sampler_logps", "token_tis", "both_kls", "forward_nll_sequence", "reverse_kl")
+SLOW = (
+    "reinforce",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "dapo",
+    "gspo",
+    "psr",
+    "nsr",
+    "w_reinforce",
+    "pkpo",
+    "pass_at_k_training",
+    "sampler_logps",
+    "token_tis",
+    "both_kls",
+    "forward_nll_sequence",
+    "reverse_kl",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TABLE])
@@ -120,7 +151,7 @@ def test_recipe_is_hashable_comparable_and_printable(name):
 
 
 def test_recipes_need_what_they_use_and_no_more():
-    scored = {"trainer_logps"}
+    scored = {"rollouts", "trainer_logps"}
     assert ALGORITHMS["grpo"].needs == scored
     assert ALGORITHMS["filter_only"].needs == scored | {"greedy_correct"}
     assert ALGORITHMS["fkl_only"].needs == scored | {"base_samples", "reference_model"}
@@ -129,13 +160,13 @@ def test_recipes_need_what_they_use_and_no_more():
     assert ALGORITHMS["self_released_code"].needs == scored | {"greedy_correct"}
     assert Algorithm(regularisers=((0.1, Kl(direction="reverse", estimator="k2")),)).needs == scored | {"ref_logps"}
     assert Algorithm(regularisers=((0.1, Kl(estimator="nll")),)).needs == scored | {"base_samples"}
-    assert Algorithm(old_logps=Sampler()).needs == {"sampler_logps"}
+    assert Algorithm(old_logps=Sampler()).needs == {"rollouts", "sampler_logps"}
     assert Algorithm(old_logps=Tis()).needs == scored | {"sampler_logps"}
 
 
 def test_regulariser_at_coefficient_zero_is_not_built(models):
     algorithm = dataclasses.replace(ALGORITHMS["fkl_only"], regularisers=((0.0, Kl()),))
-    assert algorithm.needs == {"trainer_logps"}
+    assert algorithm.needs == {"rollouts", "trainer_logps"}
     assert algorithm.base_samples == 0
     (terms,) = prepare(algorithm, collected(algorithm, *models))
     assert len(terms) == 1
@@ -180,7 +211,7 @@ def test_without_survivors_the_paper_still_steps_on_its_forward_kl(models):
 def test_registries_hold_each_piece_under_its_tag():
     for pieces in (PREFILTERS, FILTERS, ADVANTAGES, WEIGHTS, LOSSES, OLD_LOGPS, REGULARISERS):
         assert all(cls.tag == tag and dataclasses.is_dataclass(cls) for tag, cls in pieces.items())
-    assert {"all", "greedy_fails"} == set(PREFILTERS)
+    assert {"all", "greedy_fails", "greedy_succeeds", "random", "matched"} == set(PREFILTERS)
     assert {"trainer", "sampler", "tis"} == set(OLD_LOGPS)
     assert isinstance(LOSSES["nll"](), Nll)
 
@@ -191,6 +222,14 @@ def test_registries_hold_each_piece_under_its_tag():
         ({"epochs": 0}, "algorithm.epochs"),
         ({"minibatches": 0}, "algorithm.minibatches"),
         ({"truncated": "drop"}, "expected one of keep, mask"),
+        ({"advantage": Gae()}, "algorithm.critic: gae needs the values of a critic, and none is configured"),
+        ({"critic": Critic()}, "asks no critic for values"),
+        ({"loss": NoPolicy()}, "leaves nothing to train on"),
+        ({"loss": NoPolicy(), "regularisers": ((1.0, Imitation()),), "keep": Mixed()}, "loss: none has none"),
+        ({"refill": Refill()}, "nothing to refill"),
+        ({"refill": Refill(), "keep": KeepMatched(run="runs/other")}, "cannot be refilled"),
+        ({"prefilter": SampleMatched(run="a"), "keep": KeepMatched(run="b")}, "both match a run"),
+        ({"shaping": ((-1.0, Overlong(limit=4, cache=1)),)}, "algorithm.shaping.coef"),
         ({"no_kept": "skipp"}, "did you mean 'skip'"),
         ({"regularisers": ((-0.1, Kl()),)}, "coef"),
         ({"prefilter": SampleGreedyFails(), "weights": TokenMean(over="all")}, "before they are sampled"),

@@ -36,7 +36,7 @@ def doing(result=None, error=None):
 
 
 def test_every_command_of_the_interface_is_there():
-    others = {"kernel", "bench"}
+    others = {"kernel", "bench", "algorithms"}
     assert set(cli.COMMANDS) == {"demo", "train", "sample", "eval", "probe", "check", "report", "export"} | others
 
 

@@ -102,7 +102,9 @@ class Collector:
             old_logps=self.score(policy, rollouts.rows) if "trainer_logps" in needs else None,
             ref_logps=self.score(reference_of(reference, "base"), rollouts.rows) if "ref_logps" in needs else None,
         )
-        graded, spent = Extras(self, reference, root, step)(replace(graded, **self.values(critic or model, rollouts.rows)))
+        graded, spent = Extras(self, reference, root, step)(
+            replace(graded, **self.values(critic or model, rollouts.rows))
+        )
         return Collected(self.place(graded), found.verdicts, found.spent + spent, found.notes)
 
     def rounds(self, root: Key[Array, ""], step: int) -> Round:

@@ -103,7 +103,9 @@ def set_up(experiment: Experiment, out: pathlib.Path | None = None, base: Decode
         raise
     tx = cached_optimiser(experiment.optimiser, total_updates(experiment))
     critic = experiment.algorithm.critic
-    own = None if critic is None or critic.shared else cached_optimiser(own_optimiser(critic), total_updates(experiment))
+    own = (
+        None if critic is None or critic.shared else cached_optimiser(own_optimiser(critic), total_updates(experiment))
+    )
     return Setup(task, mesh, root, base, _reference(experiment, task, mesh, out, base), tx, critic, own)
 
 
