@@ -27,6 +27,7 @@ from jaxrl import keys
 from jaxrl.data.synthetic import Msa0
 from jaxrl.errors import JaxrlError
 from jaxrl.models.hf import load_model
+from jaxrl.rewards import Verdict
 from jaxrl.rl.old_logps import Sampler, Tis
 from jaxrl.rl.optimiser import Optimiser
 from jaxrl.rl.recipes import ALGORITHMS
@@ -281,7 +282,9 @@ def test_compilations_are_counted():
 def test_nothing_is_compiled_after_the_second_step_whatever_is_kept(monkeypatch, tmp_path):
     kept = [3, 5, 8, 0, 1, 6, 0, 8]  # of 8 prompts, a step; 0: all filtered, 8: none
     by_step, step = {}, Run.step
-    monkeypatch.setattr(Collector, "_greedy", lambda self, prompts, root, step: (np.arange(8) >= kept[step], 0))
+    right, wrong = (Verdict(status, "1", "complete", "text") for status in ("correct", "wrong"))
+    answers = [[right if i >= kept[step] else wrong for i in range(8)] for step in range(len(kept))]
+    monkeypatch.setattr(Collector, "_greedy", lambda self, prompts, root, step, chosen: (answers[step], 0))
 
     def counted(self, number):
         before = len(COMPILED)

@@ -91,7 +91,7 @@ def test_held_rollouts_are_trained_on_and_not_collected_again(whole, monkeypatch
     collect = jaxrl.train.collect.Collector.__call__
     monkeypatch.setattr(
         "jaxrl.train.collect.Collector.__call__",
-        lambda self, *given: sampled.append(given[-1]) or collect(self, *given),
+        lambda self, *given: sampled.append(given[3]) or collect(self, *given),
     )
     jaxrl.train(CASES["grpo"], out=run, resume=True, quiet=True)
     assert sampled == [5]

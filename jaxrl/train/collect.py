@@ -149,9 +149,7 @@ class Collector:
         matched = None if self.matched is None else np.int32(self.matched[step])
         kept, greedy, spent = fresh, None, 0
         if spec.log_greedy or needs & {"greedy_correct", "greedy_reward"}:
-            drawn = self.sample(self.engine, prompts, Greedy(), 1, keys.at(root, "greedy"), step, np.flatnonzero(fresh))
-            greedy = [row[0] for row in grading.grade(self.task, prompts.uid, drawn)]
-            spent += response_tokens(drawn)
+            greedy, spent = self._greedy(prompts, root, step, np.flatnonzero(fresh))
         if "rollouts" in needs:
             right = np.array([v is not None and v.correct for v in greedy or [None] * count])
             kept = kept & np.asarray(self.algorithm.prefilter(jnp.asarray(right), chance, matched))
@@ -162,6 +160,13 @@ class Collector:
             drawn = self.sample(self.engine, prompts, spec.strategy, spec.n, root, step, np.flatnonzero(kept), grader)
             verdicts = grader.finish()
         return Round(prompts, drawn, verdicts, greedy, kept, chance, matched, spent + response_tokens(drawn))
+
+    def _greedy(
+        self, prompts: Prompts, root: Key[Array, ""], step: int, chosen: Sequence[int]
+    ) -> tuple[list[Verdict | None], int]:
+        """Verdicts of the greedy responses, and their tokens."""
+        drawn = self.sample(self.engine, prompts, Greedy(), 1, keys.at(root, "greedy"), step, chosen)
+        return [row[0] for row in grading.grade(self.task, prompts.uid, drawn)], response_tokens(drawn)
 
     def kept(self, found: Round) -> Bool[np.ndarray, " P"]:
         """Which prompts of a generation batch train."""
