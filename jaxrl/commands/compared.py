@@ -20,7 +20,6 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.errors import JaxrlError, UsageError
 from jaxrl.influence.gradients import leaf_names
 from jaxrl.influence.probe import load_probe
-from jaxrl.models.critic import without_value_head
 from jaxrl.models.decoder import Decoder
 from jaxrl.models.hf import load_model
 from jaxrl.rl.algorithms import Algorithm, kept, prepare
@@ -124,7 +123,7 @@ def of_run(arguments: argparse.Namespace) -> Compared:
     run = open_run(folder, arguments.step)
     x, setup = run.experiment, run.setup
     try:
-        check_parameters(run.state.model, f"{folder} step {run.step}")
+        check_parameters(run.model, f"{folder} step {run.step}")
         if not x.algorithm.policy:
             raise UsageError(
                 f"{folder}: its algorithm has no policy term, so no rollouts to compare with the probe; export a "
@@ -139,7 +138,7 @@ def of_run(arguments: argparse.Namespace) -> Compared:
     finally:
         setup.task.close()
     return Compared(
-        model=without_value_head(run.state.model),
+        model=run.model,
         sides=(batch, followed),
         about={"model": str(folder), "step": run.step},
         out=folder / f"kernel-{run.step:06d}.zarr",

@@ -50,12 +50,12 @@ def subject(arguments: argparse.Namespace) -> Subject:
         length = arguments.max_new_tokens or run.experiment.rollout.max_new_tokens
         if data in run.setup.task.pools:
             task = first_of(run.setup.task, data, arguments.limit)
-            return Subject(run.state.model, task, data, length, f"{name} step {run.step}")
+            return Subject(run.model, task, data, length, f"{name} step {run.step}")
         spec, tokenizer = run.experiment.task, run.experiment.model.path
         if not isinstance(spec, ProblemsSpec) or tokenizer is None:
             raise UsageError(f"--data {data}: this run's task has no such set; {nearest(data, run.setup.task.pools)}")
         task = problems_task(given(spec, arguments), spec.tokenizer or tokenizer)
-        return Subject(run.state.model, task, "train", length, f"{name} step {run.step}")
+        return Subject(run.model, task, "train", length, f"{name} step {run.step}")
     task = problems_task(given(ProblemsSpec(train=data), arguments), name)
     model = with_config(load_model(name), vocab_limit=task.vocab_limit)
     return Subject(model, task, "train", arguments.max_new_tokens or MAX_NEW_TOKENS, name)

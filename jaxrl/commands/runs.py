@@ -13,6 +13,8 @@ from jaxrl import config
 from jaxrl import train as run_experiment
 from jaxrl.errors import UsageError
 from jaxrl.jsonfile import read_object
+from jaxrl.models.critic import without_value_head
+from jaxrl.models.decoder import Decoder
 from jaxrl.models.hf import save_model
 from jaxrl.report import render
 from jaxrl.report.mirror import to_tensorboard, to_wandb
@@ -36,6 +38,11 @@ class OpenedRun:
     @property
     def step(self) -> int:
         return int(self.state.step)
+
+    @property
+    def model(self) -> Decoder:
+        """The policy, without the value head of a critic on its trunk."""
+        return without_value_head(self.state.model)
 
 
 def is_run(path: str | pathlib.Path) -> bool:
@@ -86,7 +93,7 @@ def export(arguments: argparse.Namespace) -> Mapping[str, Any]:
     try:
         source = run.experiment.model.path
         dtype = arguments.dtype or "float32"
-        save_model(run.state.model, arguments.out, dtype, source=source, overwrite=arguments.overwrite)
+        save_model(run.model, arguments.out, dtype, source=source, overwrite=arguments.overwrite)
     finally:
         run.setup.task.close()
     return {"model": str(arguments.out), "step": run.step, "dtype": arguments.dtype or "float32"}
