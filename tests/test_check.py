@@ -117,12 +117,14 @@ def over_training(state, probe) -> Training:
     return Training(fixed, snapshots, recorded, lambda: transfer, {"c99": "Nothing is left out but this."})
 
 
+@pytest.mark.slow
 def test_everything_holds_on_a_right_implementation(result):
     found, _ = result
     assert found["failures"] == []
     assert found["ok"] is True
 
 
+@pytest.mark.slow
 def test_gradients_are_exact(result):
     found, _ = result
     assert found["c1"]["forward"] <= 1e-8
@@ -132,6 +134,7 @@ def test_gradients_are_exact(result):
     assert found["c2"]["error"] <= 1e-10
 
 
+@pytest.mark.slow
 def test_remainders_have_orders_two_and_three(result):
     found, _ = result
     assert found["slope_single"] == pytest.approx(2.00, abs=0.05)
@@ -144,16 +147,19 @@ def test_remainders_have_orders_two_and_three(result):
         assert slope["high"] / slope["low"] >= 10 - 1e-6
 
 
+@pytest.mark.slow
 def test_every_sign_of_a_batch_step_is_predicted_at_small_steps(result):
     found, _ = result
     assert found["sign_agreement"] == 1
     assert found["c5"]["sign_agreement_below"] == 1
 
 
+@pytest.mark.slow
 def test_the_kernel_sum_is_the_gradient_of_the_loss_that_trains(result):
     assert result[0]["c5"]["kernel_error"] <= 1e-10
 
 
+@pytest.mark.slow
 def test_the_optimisers_four_parts_are_its_step(result):
     found, _ = result
     assert found["adam_residual"] <= 1e-10
@@ -165,6 +171,7 @@ def test_the_optimisers_four_parts_are_its_step(result):
     np.testing.assert_allclose(remainder[:-1] / remainder[1:], np.sqrt(10), rtol=0.05)  # proportional to lr
 
 
+@pytest.mark.slow
 def test_tightness_of_the_bound_is_the_advantage_over_its_largest_value(result):
     found, folder = result
     assert found["c4"]["fit_slope"] == pytest.approx(1, abs=0.01)
@@ -176,12 +183,14 @@ def test_tightness_of_the_bound_is_the_advantage_over_its_largest_value(result):
     assert advantage_bound(8) == pytest.approx(2.4748737)
 
 
+@pytest.mark.slow
 def test_what_first_order_explains_falls_with_the_distance(result):
     one, ten = (result[0]["c10"][h] for h in ("1", "10"))
     assert one["explained"] > 0.99
     assert ten["explained"] < one["explained"]
 
 
+@pytest.mark.slow
 def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
     found, folder = result
     assert {p.name for p in folder.iterdir()} == {
@@ -209,6 +218,7 @@ def test_the_folder_holds_the_arrays_and_tables_that_the_report_reads(result):
         assert len(rows) == len(saved["tables"][name])
 
 
+@pytest.mark.slow
 def test_groups_with_equal_rewards_move_nothing_though_their_kernel_is_large(result):
     found, folder = result
     silent = found["c11"]
@@ -241,6 +251,7 @@ def test_a_row_with_an_advantage_that_passed_for_silent_is_caught(world, monkeyp
     assert found["contribution"] > 0
 
 
+@pytest.mark.slow
 def test_rounding_takes_over_at_larger_steps_the_lower_the_precision(result):
     single, mixed, low = (result[0]["c12"][name] for name, *_ in CASES)
     for one in (single, mixed, low):
@@ -258,6 +269,7 @@ def test_rounding_takes_over_at_larger_steps_the_lower_the_precision(result):
     assert exact[at] / exact[at + 2] == pytest.approx(100, rel=0.1)  # a decade below: double precision is still exact
 
 
+@pytest.mark.slow
 def test_what_is_known_over_training_is_found_and_what_is_not_is_said(result):
     found, folder = result
     assert found["left_out"] == {"c99": "Nothing is left out but this."}
@@ -275,6 +287,7 @@ def test_what_is_known_over_training_is_found_and_what_is_not_is_said(result):
     assert held["fresh_spectrum"].shape == (1, PAIRS)
 
 
+@pytest.mark.slow
 def test_blocks_hold_the_means_of_their_pairs_and_intervals_around_them(world, result):
     state, _, probe = world
     g = gradient_matrix(state.model, jax.tree.map(jnp.asarray, probe.rows[:PAIRS]))
@@ -300,6 +313,7 @@ def test_blocks_hold_the_means_of_their_pairs_and_intervals_around_them(world, r
         assert row["low"] <= row["cosine"] <= row["high"]
 
 
+@pytest.mark.slow
 def test_the_report_draws_what_the_check_found_over_training(result):
     found, folder = result
     pictures, notes = check_pictures(folder)
@@ -326,6 +340,7 @@ def test_a_wrong_kernel_is_caught(world):
     assert pair_audit(wrong, advantage_bound(8))["fit_slope"] == pytest.approx(1 / 1.02, abs=0.005)
 
 
+@pytest.mark.slow
 def test_what_does_not_hold_is_named(result):
     found = {k: v for k, v in result[0].items() if k.startswith("c")}
     broken = json.loads(json.dumps(found))
@@ -420,6 +435,7 @@ def test_advantages_are_those_of_binary_groups_of_eight():
     assert set(np.abs(stratified(64))) == {0, 0.353553, 0.5, 1.5, 2.474867}
 
 
+@pytest.mark.slow
 def test_snapshots_alone_are_explained_too(world):
     state, _, probe = world
     rows = jax.tree.map(jnp.asarray, probe.rows)

@@ -104,6 +104,7 @@ def test_a_run_is_opened_on_other_devices_than_it_was_trained_on(run, monkeypatc
     assert open_run(tmp_path / "run").setup.mesh.size == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_a_set_of_its_own_task(run, tmp_path):
     said = command("eval", run, "--data", "heldout", "-n", 8, "--k", "1,8", "--out", tmp_path)
     stored = json.loads((tmp_path / "heldout.json").read_text())
@@ -123,6 +124,7 @@ def test_a_set_that_the_runs_task_lacks_is_answered_with_the_nearest(run, tmp_pa
         command("eval", run, "--data", "held-out", "-n", 1, "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_only_the_first_problems_of_a_runs_own_set_are_taken(run, tmp_path):
     said = command("eval", run, "--data", "ood", "--limit", 2, "-n", 1, "--k", 1, "--out", tmp_path)
     assert said["problems"] == 2

@@ -269,6 +269,7 @@ def test_prompts_that_are_not_chosen_stay_without_a_response(model):
     assert (out.stop[[1, 3]] != STOP_NONE).all()
 
 
+@pytest.mark.slow
 def test_a_stop_id_as_first_token_makes_a_response_of_one_token(model):
     first = int(by_engine(model, strategy=Greedy(), n=1).rows.tokens[0, 0, 3])
     out = by_engine(model, strategy=Greedy(), n=2, stop_ids=(first, 39))

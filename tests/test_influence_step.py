@@ -97,6 +97,7 @@ def test_on_policy_coefficients_are_weight_times_advantage_and_the_kernel_is_the
     np.testing.assert_array_equal(weighed.token, one.batch.rows.mask())
 
 
+@pytest.mark.slow
 def test_several_terms_with_a_forward_kl_are_predicted_as_they_train(world):
     """A tiny SGD step on a policy term and a full forward KL changes the probe as predicted."""
     model, reference, probe = world

@@ -178,6 +178,7 @@ def test_tiles_of_any_size_give_the_same_kernel_and_never_hold_more_gradients_th
     assert 0 < most <= fits
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_took_and_why(world):
     """Explicit gradients while they are small; layers streamed for a decoder; tiles or columns for any other model."""
     model, a, b, expected = world

@@ -103,6 +103,7 @@ def test_packed_rows_obey_the_remat_policy_and_keep_the_gradient(x64, remat):
     assert counts[0] == 0 < counts[1]
 
 
+@pytest.mark.slow
 def test_other_lengths_of_the_same_buckets_compile_nothing():
     """Draws whose fullest row has 12, 11, 10 and 12 positions, in more or fewer rows; then one in another bucket: 6."""
     model = tiny_model(0)

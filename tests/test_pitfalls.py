@@ -415,6 +415,7 @@ def run_lines(tmp_path_factory):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_logs_what_would_betray_these_faults(run_lines):
     """3, 4, 16, 19, 24, 30. Mismatch before any clip, ratios of 1, truncation, dead groups, counts, swallowed updates."""
     train = [line for line in run_lines if line["kind"] == "train"]
@@ -431,6 +432,7 @@ def test_a_run_logs_what_would_betray_these_faults(run_lines):
     assert [line["optim/updates"] for line in train] == [2, 4]
 
 
+@pytest.mark.slow
 def test_the_probe_of_a_run_telescopes(run_lines):
     """A2: step changes add up to the change since the base, as recorded."""
     probe = [line for line in run_lines if line["kind"] == "probe"]

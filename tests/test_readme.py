@@ -49,6 +49,7 @@ def workplace(tmp_path, monkeypatch) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_examples_run_in_order(workplace, capsys):
     names = run(QUICK, {})
     assert names["kernel"].values.shape == (2, 8)

@@ -50,6 +50,7 @@ def state_of(model, tx):
 # --- gradients --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_any_microbatch_split_gives_the_same_gradient(x64):
     model, reference = tiny_model(0), tiny_model(1)
@@ -126,6 +127,7 @@ def test_prompts_that_do_not_split_are_refused():
 # --- safe on nothing --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_prompts_filtered_leaves_the_forward_kl_and_no_nan():
     model, reference = tiny_model(0), tiny_model(1)
     graded = prefiltered(FORWARD_KL, b8(greedy_correct=jnp.ones(3, bool)))

@@ -138,6 +138,7 @@ def test_buckets_are_even_and_signs_of_leaves_and_layers_independent():
     assert np.abs(off).max() < 0.5
 
 
+@pytest.mark.slow
 def test_a_sketch_is_the_sum_over_leaves_and_layers_whatever_the_tiles_of_rows(world):
     model, rows, gradients = world
     found = sketched(model, rows)

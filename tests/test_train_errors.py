@@ -74,6 +74,7 @@ def test_a_run_folder_that_cannot_be_written_fails_before_any_work(place, tmp_pa
         jaxrl.train(X, out=tmp_path / place)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refuses_a_changed_config_and_names_the_key(tmp_path, monkeypatch):
     stop_before_update(monkeypatch, 0)
     with pytest.raises(Killed):

@@ -337,6 +337,7 @@ def test_checkpoints_are_kept_as_the_config_says(tmp_path):
 # ---------------------------------------------------------------- devices
 
 
+@pytest.mark.slow
 def test_scoring_in_passes_changes_no_number_beyond_rounding():
     model, rows = load_model(experiment().model.path), Msa0(0).supervised_batch(keys.root(1), 13)
     whole, parts = (scored(model, rows, 0.7, at_once) for at_once in (None, 4))

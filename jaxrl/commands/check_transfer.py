@@ -114,6 +114,7 @@ class _Trainer:
     def __init__(self, run: OpenedRun, collector: Collector) -> None:
         self.run, self.collector, x = run, collector, run.experiment
         self.model, self.reference = double(run.state.model), double(run.setup.reference)
+        self.critic = double(run.state.critic_model)  # stays as it is: a few updates do not outdate it
         state = double(run.state.opt_state)
         spec = x.optimiser
         if not float(current_rate(spec, state, total=total_updates(x))) > 0:  # the schedule has run out
@@ -138,7 +139,7 @@ class _Trainer:
         model, opt_state, first = self.model, self.opt_state, None
         algorithm, self.updates = self.run.experiment.algorithm, 0
         for step in range(STEPS):
-            collected = collector(model, self.reference, self.run.setup.root, step)
+            collected = collector(model, self.reference, self.run.setup.root, step, self.critic)
             batches, acts = _prepare(algorithm, double(collected.graded))
             taken = [terms for terms, act in zip(batches, np.asarray(acts), strict=True) if act]
             for terms in taken * algorithm.epochs:
