@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from jaxrl.errors import JaxrlError
 from jaxrl.report import figures, prompts, read_run, render, style, tables
 from jaxrl.report.curves import moving_mean, passk_rows
-from jaxrl.report.sections import check_pictures
+from jaxrl.report.drift import drift_curve, drift_points
+from jaxrl.report.sections import check_pictures, report_sections
 
 STEPS, PROBES, PROMPTS = 90, 24, 40
 KS = (1, 4, 16, 64, 256)
@@ -102,7 +104,7 @@ def _step_lines(t: int, rng: np.random.Generator, logps: np.ndarray, gain: float
     noise = rng.normal() * 0.03
     train = {"step": t, "time": 1.0 * t, "kind": "train", "reward/mean": 0.4 + 0.5 * rise + noise,
              "reward/correct": min(0.4 + 0.5 * rise + noise, 1), "rollout/kept": 0.6 * (1 - rise) + 0.08,
-             "entropy/token": 0.5 - 0.4 * rise + noise / 4, "kl/base_k3": 0.3 * rise, "rollout/length": 4 + noise,
+             "entropy/token": 0.5 - 0.4 * rise + noise / 4, "kl/base_k3_tok": 0.3 * rise, "rollout/length": 4 + noise,
              "rollout/truncated": 0.0, "optim/grad_norm": 0.6 + abs(noise), "rollout/greedy_accuracy": 0.5 + 0.4 * rise,
              "clip/before_token": 0.0, "clip/after_token": 0.1 + noise, "clip/after_active": 0.03 + noise / 3,
              "clip/after_sequence": 0.14 + noise}  # fmt: skip
@@ -364,12 +366,12 @@ def test_the_base_is_one_curve_when_the_runs_share_it_and_one_each_otherwise(two
 def test_the_page_holds_every_picture_and_reads_no_other_file(page):
     html = page.read_text()
     pictures = sorted((page.parent / "figures").glob("*.png"))
-    assert len(pictures) == 16
+    assert len(pictures) == 17
     for picture in pictures:
         assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert base64.b64encode(picture.read_bytes()).decode() in html
     assert not re.search(r"<(?:img|link|script)[^>]+(?:src|href)=\"(?!data:)", html)
-    assert len(re.findall("<figcaption>", html)) == 16 + len(list((page.parent / "tables").glob("*.csv")))
+    assert len(re.findall("<figcaption>", html)) == 17 + len(list((page.parent / "tables").glob("*.csv")))
     targets = re.findall(r'<a href="#([^"]+)"', html)
     assert len(targets) == 11
     assert all(f'<section id="{target}">' in html for target in targets)
@@ -468,3 +470,31 @@ if __name__ == "__main__":  # draw the made-up report into a folder, to look at 
     made = [make_run(out / name, seed=i, gain=gain) for i, (name, gain) in enumerate((("grpo", 1.0), ("self", 0.5)))]
     make_check(made[0] / "check")
     print(render(made, out / "report"))
+
+
+# ---------------------------------------------------------------- accuracy against drift, and what few runs record
+
+
+def test_accuracy_is_drawn_against_drift_from_the_base_on(two_runs):
+    run = read_run(two_runs[0])
+    drift, value = drift_points(run, "ood", "exact")
+    steps = run.eval_steps("ood", "exact")
+    assert len(drift) == len(steps) == len(value) > 2
+    assert (drift[0], value[0]) == (0, run.at("eval/ood/exact/pass@1", 0))
+    assert drift[1] == run.at("kl/forward_base", steps[1] - 1)
+    assert drift_curve([run], [("ood", "exact")]).name == "drift"
+    assert drift_curve([run], [("nowhere", "exact")]) is None
+
+
+def test_what_few_runs_record_has_a_section_only_where_one_does(two_runs, tmp_path):
+    def ids(path):
+        return [section.id for section in report_sections([read_run(path)], None)]
+
+    assert "further" not in ids(two_runs[0])
+    other = tmp_path / "pairs"
+    shutil.copytree(two_runs[0], other)
+    file = other / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    more = [line | ({"pair/chosen": -0.1, "pair/rejected": -0.4} if line["kind"] == "train" else {}) for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in more))
+    assert "further" in ids(other)

@@ -39,12 +39,22 @@ TRAINING = (
     single("correct rollouts", "probability", "reward/correct", limits=(0, 1)),
     single("prompts kept by the filters", "fraction of prompts", "rollout/kept", limits=(0, 1)),
     single("token entropy (A18)", "nats per token", "entropy/token", limits=(0, None)),
-    single("reverse KL to base, k3 (A20)", "nats per token", "kl/base_k3", limits=(0, None)),
+    single("reverse KL to base, k3 (A20)", "nats per token", "kl/base_k3_tok", limits=(0, None)),
     single("response length", "tokens", "rollout/length"),
     single("truncated responses", "fraction", "rollout/truncated", limits=(0, None)),
     single("gradient norm", "loss per unit", "optim/grad_norm", limits=(0, None)),
     single("greedy answers correct", "fraction of prompts", "rollout/greedy_accuracy", limits=(0, 1)),
 )
+# What some algorithms record beside, drawn where a run has it.
+FURTHER = (
+    single("generation batches a step", "batches", "rollout/rounds", limits=(1, None)),
+    single("critic's loss", "squared reward", "critic/loss", limits=(0, None)),
+    Panel("pairs, against the reference", "nats", (("pair/chosen", "chosen"), ("pair/rejected", "rejected")),
+          level=0),
+    single("pairs with a positive margin", "fraction", "pair/accuracy", limits=(0, 1)),
+    single("importance weight of pairs", "mean", "pair/weight", limits=(0, None)),
+    single("effective sample size of pairs", "fraction", "pair/ess", limits=(0, 1)),
+)  # fmt: skip
 STRENGTH = (
     single("mean square Δ, sum (A6)", "nats²", "probe/strength_sum", limits=(0, None)),
     single("mean square Δ, per token (A6)", "(nats per token)²", "probe/strength_tok", limits=(0, None)),

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl.report import curves, figures, kernels, prompts, structure, tables
 from jaxrl.report.curves import Panel, over_steps, recorded
+from jaxrl.report.drift import drift_curve
 from jaxrl.report.read import Run, read_arrays, read_json, split_order
 from jaxrl.report.style import Picture
 from jaxrl.report.tables import Table
@@ -37,6 +38,7 @@ def report_sections(runs: Sequence[Run], check: Path | None) -> list[Section]:
         _coverage(runs, sets),
         _steps(runs, "training", "Training", curves.TRAINING, "One point a training step; faint lines are single steps, "
                "solid lines a centred moving mean over a twentieth of the run.", smooth=True),
+        *_further(runs),
         _steps(runs, "strength", "Influence strength", curves.STRENGTH, "A6. Mean square change of the probe's "
                "log-probabilities over one training step, and divided by the squared size of the parameter change: "
                "growth on the left without growth on the right is growth of the steps.", smooth=True),
@@ -137,7 +139,22 @@ def _coverage(runs: Sequence[Run], sets: Sequence[tuple[str, str]]) -> Section:
                        "training: when the solid line rises while the dashed one falls, the policy is sharpening; "
                        "bands are 95 % cluster bootstrap intervals over prompts.")
         )  # fmt: skip
+    drift = drift_curve(runs, sets)
+    if drift is not None:
+        section.items.append(drift)
     return section
+
+
+def _further(runs: Sequence[Run]) -> list[Section]:
+    """What some algorithms record beside the rest: no section where none of the runs does."""
+    panels = recorded(curves.FURTHER, runs)
+    if not panels:
+        return []
+    caption = (
+        "Generation batches of a refill, a critic's fit, and what preferences and their importance ratios did: both "
+    )
+    caption += "log-probabilities of a pair may fall while its margin grows, and ratios then vanish with them."
+    return [_steps(runs, "further", "Refill, critic, preferences", panels, caption, smooth=True)]
 
 
 def _steps(

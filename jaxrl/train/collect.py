@@ -105,7 +105,9 @@ class Collector:
         graded, spent = Extras(self, reference, root, step)(
             replace(graded, **self.values(critic or model, rollouts.rows))
         )
-        return Collected(self.place(graded), found.verdicts, found.spent + spent, found.notes)
+        return Collected(
+            self.place(graded), found.verdicts, found.spent + spent, found.notes if self.algorithm.refill else {}
+        )
 
     def rounds(self, root: Key[Array, ""], step: int) -> Round:
         """The step's rollouts as they were graded: one generation batch, or as many as a refill takes."""
