@@ -25,7 +25,7 @@ from jaxrl.train.experiment import Experiment, ModelSpec, Msa0Spec, TeacherSpec
 from jaxrl.types import Pairs, Rows, Samples, TrainState
 
 # Each of a kind runs in the fast suite; the others where programs are compiled with care.
-FAST = ("grpo", "dapo", "ppo", "ppo_shared", "self", "rft", "is_dpo", "reverse k1 in the reward", "trust region")
+FAST = ("grpo", "dapo", "ppo", "rft", "is_dpo", "reverse k1 in the reward")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in TABLE]
 
 

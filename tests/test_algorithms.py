@@ -226,6 +226,7 @@ def test_registries_hold_each_piece_under_its_tag():
         ({"critic": Critic()}, "asks no critic for values"),
         ({"loss": NoPolicy()}, "leaves nothing to train on"),
         ({"loss": NoPolicy(), "regularisers": ((1.0, Imitation()),), "keep": Mixed()}, "loss: none has none"),
+        ({"loss": NoPolicy(), "regularisers": ((1.0, Imitation()),), "no_kept": "skip"}, "would never take a step"),
         ({"refill": Refill()}, "nothing to refill"),
         ({"refill": Refill(), "keep": KeepMatched(run="runs/other")}, "cannot be refilled"),
         ({"prefilter": SampleMatched(run="a"), "keep": KeepMatched(run="b")}, "both match a run"),

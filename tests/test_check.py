@@ -241,6 +241,7 @@ def test_groups_with_equal_rewards_move_nothing_though_their_kernel_is_large(res
     assert largest["change"] == 0
 
 
+@pytest.mark.slow
 def test_a_row_with_an_advantage_that_passed_for_silent_is_caught(world, monkeypatch):
     state, terms, probe = world
     rows = jax.tree.map(jnp.asarray, probe.rows[:PAIRS])
@@ -328,6 +329,7 @@ def test_the_report_draws_what_the_check_found_over_training(result):
     assert [row[0] for row in tables["check-precision"].rows] == [name for name, *_ in CASES]
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_caught(world):
     """Two per cent off: the remainder is first order, and no slope of two is found."""
     state, terms, probe = world
@@ -379,6 +381,7 @@ def test_less_than_one_decade_is_a_failure_and_not_a_slope():
     assert np.isnan(fit_slope(eta, predicted, predicted, np.full(3, -5.0)).value)
 
 
+@pytest.mark.slow
 def test_the_score_identity_fails_when_a_response_is_missing(world, everything):
     state, _, probe = world
     rows = jax.tree.map(jnp.asarray, probe.rows)

@@ -78,6 +78,7 @@ def problems(tmp_path_factory) -> pathlib.Path:
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_an_exported_checkpoint_is_bitwise_what_was_trained(run, tmp_path):
     said = command("export", run, "--out", tmp_path / "hf")
     assert said == {"model": str(tmp_path / "hf"), "step": 2, "dtype": "float32"}

@@ -146,6 +146,7 @@ def test_four_parts_add_up_to_the_step_that_optax_takes(world, name):
     assert {k: bool(np.any(e)) for k, e in effect.items()} == acts
 
 
+@pytest.mark.slow
 def test_the_preconditioned_kernel_is_the_current_batchs_part_of_the_step(world):
     model, _, probe = world
     spec = SPECS["adamw, clipped, decayed"]

@@ -77,7 +77,8 @@ def test_double_precision_parameters_give_double_precision_scores(x64):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 4])
 def test_the_chunk_size_changes_neither_scores_nor_gradients(x64, chunk):
     model = cast(some_model(), jnp.float64)
     got, want = token_logps(model, ROWS, chunk=chunk), token_logps(model, ROWS)
@@ -229,6 +230,7 @@ def test_entropy_and_kl_equal_their_dense_formulas(limit):
     np.testing.assert_allclose(token_kl(a, a, rows), 0, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_no_gradient_reaches_the_reference_and_the_models_is_that_of_the_cross_entropy(x64):
     reference, model = (cast(some_model(seed=s), jnp.float64) for s in (0, 1))

@@ -108,6 +108,7 @@ def test_a_wrong_axis_name_or_count_is_refused():
         partition(mesh, ("embed",), (4, 4))
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_split_over_the_devices_and_keeps_its_numbers():
     mesh, model = four(fsdp=2, tensor=2), some_model()
     sharded = shard_tree(mesh, param_axes(FULL), model)

@@ -64,6 +64,7 @@ def test_any_microbatch_split_gives_the_same_gradient(x64):
         np.testing.assert_allclose(part_losses, losses, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_one_minibatch_is_the_full_batch_written_out(x64):
     """Token-mean GRPO on unsolved prompts plus both KLs, against a loss written down directly.
@@ -230,6 +231,7 @@ def test_masters_and_moments_are_float32_and_small_steps_are_counted():
     assert np.mean(as_bf16[0] != as_bf16[1]) < 0.05
 
 
+@pytest.mark.slow
 def test_filters_do_not_recompile_the_step():
     model, reference = tiny_model(0), tiny_model(1)
     algorithm, tx = FORWARD_KL, make_optimiser(Optimiser(type="sgd", lr=1e-3), total=4)

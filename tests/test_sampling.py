@@ -112,6 +112,7 @@ def test_with_other_padding_prompts_and_samples_rows_agree_up_to_near_ties(model
     assert check_across_shapes(model, strategy) >= 0.9  # near-ties are rare
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_with_other_padding_prompts_and_samples_tokens_are_equal_in_double_precision(x64, double):
     assert check_across_shapes(double, Temperature()) == 1

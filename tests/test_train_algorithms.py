@@ -139,7 +139,8 @@ def test_a_run_stops_once_a_metric_reaches_its_number_or_another_runs(tmp_path):
 # ---------------------------------------------------------------- critics
 
 
-@pytest.mark.parametrize("name", ["own", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own", "shared"])
 def test_a_critic_learns_is_kept_and_resumes_bit_for_bit(name, monkeypatch, tmp_path):
     algorithm = {"own": PPO, "shared": SHARED}[name]
     x = experiment(algorithm, steps=6)

@@ -84,6 +84,7 @@ def test_a_resumed_run_refuses_a_changed_config_and_names_the_key(tmp_path, monk
         jaxrl.train(other, out=tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_the_folder_free_for_the_next(tmp_path):
     wrong = replace(X, rollout=replace(X.rollout, prompts=1000))
     with pytest.raises(UsageError, match=r"rollout.prompts: 1000 prompts a step, but the training set has \d+"):

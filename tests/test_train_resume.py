@@ -64,7 +64,7 @@ def killed(monkeypatch, case, out, step):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if "epochs" in case else []) for case in CASES]
+    "case", [pytest.param(case, marks=[] if case == "grpo" else [pytest.mark.slow]) for case in CASES]
 )
 def test_a_run_killed_between_rollout_and_update_goes_on_bit_for_bit(case, whole, monkeypatch, tmp_path):
     run = killed(monkeypatch, case, tmp_path / "run", 4)

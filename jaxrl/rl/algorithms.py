@@ -148,6 +148,8 @@ def conflicts(x: Algorithm) -> Iterator[tuple[str, str]]:
             "algorithm.loss",
             "filters and refill choose among the prompts of a policy term, and loss: none has none; leave them out",
         )
+    if not x.policy and x.no_kept == "skip":
+        yield "algorithm.no_kept", "loss: none keeps no prompt, so skip would never take a step; use regularise"
     if x.refill and not x.keep.drops and isinstance(x.prefilter, SampleAll):
         yield "algorithm.refill", "no filter drops a prompt, so there is nothing to refill; leave it out"
     if x.matched_run and x.refill:
