@@ -28,6 +28,7 @@ from jaxrl.rl.advantages import (
 from jaxrl.rl.losses import Clip
 from jaxrl.rl.shaping import Overlong
 from jaxrl.rl.token_rewards import token_rewards
+from jaxrl.rl.weights import TokenMean
 from jaxrl.types import STOP_LENGTH, Batch, Rows
 
 PRINTED = 1e-6
@@ -99,6 +100,55 @@ def test_the_greedy_reward_is_the_baseline(x64, greedy, wanted):
 def test_printed_advantages_whitened_over_the_batch(x64, piece, wanted):
     graded = rewards([1, 0, 0, 0], [1, 1, 1, 0], lengths=[[2, 3, 1, 4], [2, 2, 3, 1]])
     np.testing.assert_allclose(of(piece, graded).reshape(-1), wanted, rtol=0, atol=PRINTED)
+
+
+@pytest.mark.x64
+def test_json_numbers_of_every_advantage(x64, golden):
+    def close(found, wanted):
+        np.testing.assert_allclose(np.asarray(found).reshape(-1), wanted, rtol=0, atol=1e-8)
+
+    for case in golden["grpo"]:
+        close(of(GroupZScore(ddof=case["ddof"], eps=case["eps"]), rewards(case["r"])), case["adv"])
+    case = golden["drgrpo"]
+    close(of(Centre(), rewards(case["r"])), case["adv"])
+    for case in golden["rloo"]:
+        close(of(LeaveOneOut(), rewards(case["r"])), case["adv"])
+    for case in golden["remax"]:
+        graded = dataclasses.replace(rewards(case["r"]), greedy_reward=jnp.asarray([case["greedy"]]))
+        close(of(GreedyBaseline(), graded), case["adv"])
+    case = golden["reinforcepp"]
+    rows = np.reshape(case["r"], (-1, case["group"])).tolist()
+    graded = rewards(*rows, lengths=np.reshape(case["lens"], (-1, case["group"])).tolist())
+    names = [name for name in case if name.endswith("weighted")]
+    assert len(names) >= 2
+    for name in names:
+        baseline = "group_mean" if "baseline" in name else "none"
+        per = "token" if "token" in name else "sequence"
+        close(of(BatchWhiten(baseline=baseline, per=per, eps=case["eps"]), graded), case[name])
+    for case in golden["gae"]:
+        piece = Gae(gamma=case["gamma"], lam=case["lam"], whiten=False)
+        close(piece(valued(case["V"]))[0, 0, PROMPT:], case["adv"])
+    for case in golden["pkpo"]:
+        close(of(PassK(k=case["k"]), rewards(case["f"])), case["s"])
+    for case in golden["overlong"]:
+        rows = Rows(
+            jnp.zeros((1, 1, 1), jnp.int32), jnp.full((1, 1), 1 - case["L"], jnp.int32), jnp.ones((1, 1), jnp.int32)
+        )
+        graded = rewards([0.0])
+        graded = dataclasses.replace(graded, rollouts=dataclasses.replace(graded.rollouts, rows=rows))
+        close(Overlong(limit=case["Lmax"], cache=case["Lcache"])(graded, rows.mask()), [case["r"]])
+
+
+@pytest.mark.x64
+def test_the_worked_losses_of_weighted_reinforce(x64):
+    """B.7: token mean at ratio 1, and the mean over responses of the advantage times the log-prob."""
+    graded = rewards([1, 0, 0, 1, -0.5], lengths=[[3, 2, 4, 1, 2]])
+    mask = graded.rollouts.rows.mask()
+    advantage = Signed(positive=0.1, negative=-1.0)(graded)
+    weight = TokenMean()(mask, jnp.ones(1, bool))
+    assert -float(jnp.sum(weight * advantage)) == pytest.approx(0.633333, abs=PRINTED)
+    sums = jnp.asarray([[-1.5, -2.0, -3.2, -0.4, -1.0]])
+    assert -float(jnp.mean(advantage[..., 0] * sums)) == pytest.approx(-1.202, abs=PRINTED)
 
 
 def valued(values, reward=1.0, stop=0):

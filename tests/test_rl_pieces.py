@@ -10,7 +10,7 @@ from rl_cases import B8_BASE_NLL, B8_GREEDY, b8, graded_of, rows_of
 
 from jaxrl.rl.advantages import Centre, GroupZScore
 from jaxrl.rl.algorithms import Algorithm, prepare
-from jaxrl.rl.filters import KeepGreedyFails, Mixed, SampleAll, SampleGreedyFails, SolveRate
+from jaxrl.rl.filters import KeepGreedyFails, Mixed, RewardSpread, SampleAll, SampleGreedyFails, SolveRate
 from jaxrl.rl.losses import Clip
 from jaxrl.rl.regularisers import Kl
 from jaxrl.rl.weights import (
@@ -136,6 +136,13 @@ def test_mixed_filter_goes_by_correctness_not_by_reward_spread():
     graded = graded_of([[-0.5, -1, -1, -0.5], [1, -0.5, -1, 1], [1, 1, 1, 1]], np.ones((3, 4), int))
     assert float(jnp.std(graded.reward[0])) > 0
     assert Mixed()(graded).tolist() == [False, True, False]
+
+
+def test_reward_spread_keeps_what_the_mixed_filter_drops():
+    """SCIENCE B.6: rewards (-.5, -1, -1, -.5) spread, though nothing is correct."""
+    graded = graded_of([[-0.5, -1, -1, -0.5], [1, 1, 1, 1]], [[1] * 4] * 2)
+    assert np.asarray(RewardSpread()(graded)).tolist() == [True, False]
+    assert np.asarray(Mixed()(graded)).tolist() == [False, False]
 
 
 def test_solve_rate_filter_keeps_the_boundary():

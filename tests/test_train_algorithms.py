@@ -3,22 +3,28 @@
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
+from tiny_tokenizer import EOS, save_tiny
 from train_world import (
     Killed,
     arrays,
     assert_same_run,
     base_folder,
     experiment,
+    last_state,
     lines,
     stop_before_update,
     use_devices,
 )
 
 import jaxrl
+from jaxrl import keys
 from jaxrl.errors import JaxrlError, UsageError
-from jaxrl.models.hf import load_model
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import init_model
+from jaxrl.models.hf import load_model, save_model
 from jaxrl.rl.advantages import Gae
 from jaxrl.rl.algorithms import Algorithm
 from jaxrl.rl.critic import Critic
@@ -30,7 +36,18 @@ from jaxrl.rl.preferences import Preference
 from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.refill import Refill
 from jaxrl.rl.regularisers import Entropy, Imitation, Kl, TrustRegion
-from jaxrl.train.experiment import CheckpointSpec, EvalSpec, InfluenceSpec, StopSpec, TeacherSpec
+from jaxrl.train.experiment import (
+    CheckpointSpec,
+    EvalSpec,
+    InfluenceSpec,
+    MeshSpec,
+    ModelSpec,
+    ProbeSpec,
+    ProblemsSpec,
+    RolloutSpec,
+    StopSpec,
+    TeacherSpec,
+)
 from jaxrl.train.setup import set_up
 
 PPO = Algorithm(advantage=Gae(lam=0.95), critic=Critic(optimiser=Optimiser(lr=1e-2), warmup=2))
@@ -161,17 +178,37 @@ def test_a_critic_learns_is_kept_and_resumes_bit_for_bit(name, monkeypatch, tmp_
     assert_same_run(run, whole)
 
 
-def test_a_critic_starts_at_zero_and_lies_on_the_mesh_as_the_policy_does():
-    ready = set_up(experiment(PPO))
+def test_a_critic_starts_at_zero_and_lies_on_the_mesh_as_the_policy_does(monkeypatch):
+    use_devices(monkeypatch, 4)
+    ready = set_up(experiment(PPO, mesh=MeshSpec(data=1, fsdp=-1, tensor=1)))
     state = ready.first_state()
     critic = state.critic.model
     assert not np.asarray(critic.value[...]).any()
     np.testing.assert_array_equal(critic.embed[...], state.model.embed[...])
     assert critic.layers.q[...].sharding == state.model.layers.q[...].sharding
+    assert not critic.layers.q[...].sharding.is_fully_replicated
+    (moments,) = {x.sharding for x in jax.tree.leaves(state.critic.opt_state) if x.shape == critic.layers.q[...].shape}
+    assert moments == critic.layers.q[...].sharding
     assert state.model.value is None
     shared = set_up(experiment(SHARED)).first_state()
     assert shared.critic is None
     assert shared.model.value[...].shape == critic.value[...].shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [PPO, SHARED], ids=["own", "shared"])
+def test_a_critic_on_four_devices_trains_as_on_one(algorithm, monkeypatch, tmp_path):
+    found = []
+    for count in (1, 4):
+        use_devices(monkeypatch, count)
+        run = trained(
+            algorithm, tmp_path / str(count), steps=4, mesh=MeshSpec(data=2 if count == 4 else 1, fsdp=-1, tensor=1)
+        )
+        found.append(last_state(run))
+    assert any(name.startswith("critic.") for name in found[0]) == (algorithm is PPO)
+    for name, value in found[0].items():
+        if value.dtype.kind == "f":
+            np.testing.assert_allclose(found[1][name], value, rtol=2e-3, atol=2e-4, err_msg=name)
 
 
 @pytest.mark.slow
@@ -231,3 +268,61 @@ def test_a_forward_kl_may_have_a_stream_of_prompts_of_its_own(tmp_path):
     losses = [lines(x, "train")[1]["policy/loss_full"] for x in (run, plain)]
     assert losses[0] > 0
     assert losses[0] != losses[1]
+
+
+# ---------------------------------------------------------------- text: solutions and preferences of files
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """An untrained decoder over bytes, problems with worked solutions, and preferences with log-probs."""
+    folder = tmp_path_factory.mktemp("words")
+    shape = ModelConfig(
+        vocab_size=263, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+        max_positions=256,
+    )  # fmt: skip
+    save_model(init_model(shape, keys.root(0)), folder / "model")
+    save_tiny(folder / "model", stop=EOS)
+    sums = [
+        {"id": str(a), "problem": f"{a}+{a}?", "answer": str(2 * a), "solution": f"\\boxed{{{2 * a}}}"}
+        for a in range(6)
+    ]
+    pairs = [
+        {"prompt": f"{a}+1?", "chosen": f"{a + 1}", "rejected": "no", "chosen_logp": -9.0, "rejected_logp": -9.5}
+        for a in range(6)
+    ]
+    for name, rows in (("sums", sums), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def text_run(words, out, piece, **task):
+    x = experiment(
+        only(piece),
+        model=ModelSpec(path=str(words / "model")),
+        task=ProblemsSpec(train=str(words / "sums.jsonl"), template="plain", max_prompt=32, **task),
+        rollout=RolloutSpec(prompts=4, n=2, max_new_tokens=16, log_greedy=False),
+        probe=ProbeSpec(prompts=2, n=1),
+        optimiser=Optimiser(lr=1e-2),
+        steps=12,
+        **QUIET,
+    )
+    return lines(jaxrl.train(x, out=out, quiet=True), "train")
+
+
+@pytest.mark.slow
+def test_solutions_of_a_problem_file_are_imitated(words, tmp_path):
+    train = text_run(words, tmp_path / "run", Imitation(), solution="solution")
+    assert train[-1]["policy/loss_nll"] < 0.8 * train[0]["policy/loss_nll"]
+    with pytest.raises(UsageError, match="have no field 'worked' with text, the first 0; the fields are solution"):
+        text_run(words, tmp_path / "other", Imitation(), solution="worked")
+
+
+@pytest.mark.slow
+def test_preferences_of_a_file_are_trained_on_with_their_log_probs(words, tmp_path):
+    piece = Preference(source="file", importance=Importance(clip=1.0))
+    train = text_run(words, tmp_path / "run", piece, preferences=str(words / "pairs.jsonl"), max_preferred=16)
+    assert train[0]["pair/margin"] == pytest.approx(0, abs=1e-4)
+    assert train[-1]["pair/margin"] > 0.1
+    assert train[0]["pair/log_ratio"] != pytest.approx(0, abs=1e-3)  # against the file's policy, not the reference
+    assert train[0]["pair/filled"] == 1
