@@ -36,6 +36,7 @@ from jaxrl.rl.preferences import Preference
 from jaxrl.rl.recipes import ALGORITHMS
 from jaxrl.rl.refill import Refill
 from jaxrl.rl.regularisers import Entropy, Imitation, Kl, TrustRegion
+from jaxrl.train.dryrun import dry_run
 from jaxrl.train.experiment import (
     CheckpointSpec,
     EvalSpec,
@@ -127,6 +128,8 @@ def test_a_matched_filter_keeps_as_many_prompts_as_the_other_run(tmp_path):
         trained(Algorithm(prefilter=SampleMatched(run=str(other))), tmp_path / "longer", steps=4)
     with pytest.raises(UsageError, match=r"no arrays\.zarr/kept"):
         trained(Algorithm(prefilter=SampleMatched(run="nowhere")), tmp_path / "nowhere", steps=1)
+    with pytest.raises(UsageError, match=r"no arrays\.zarr/kept"):
+        dry_run(experiment(Algorithm(keep=KeepMatched(run="nowhere")), steps=1))
 
 
 def test_a_run_stops_once_a_metric_reaches_its_number_or_another_runs(tmp_path):

@@ -31,6 +31,7 @@ from jaxrl.train.collect import temperature_of
 from jaxrl.train.experiment import Experiment, ModelSpec
 from jaxrl.train.packed import abstract_layouts, check_packing
 from jaxrl.train.setup import BASE_NEEDS, TEACHER_NEEDS, check_fit, check_start, check_vocabulary, total_updates
+from jaxrl.train.stops import check_others
 from jaxrl.train.supervised import BASE_CONFIG
 from jaxrl.train.tasks import Task, make_task
 from jaxrl.types import Graded, Pairs, Rollouts, Rows, Samples, TrainState, flatten_leading
@@ -45,6 +46,7 @@ def dry_run(experiment: Experiment) -> Mapping[str, Any]:
     """
     task = make_task(experiment, keys.root(experiment.seed))
     try:
+        check_others(experiment)
         check_start(experiment, task)
         return _dry_run(experiment, task)
     finally:

@@ -43,7 +43,7 @@ from jaxrl.train.packed import term_layouts
 from jaxrl.train.progress import Progress
 from jaxrl.train.record import MetricLog, WriteFailed, environment, write_jsonl
 from jaxrl.train.setup import Setup, set_up, total_updates
-from jaxrl.train.stops import Stops
+from jaxrl.train.stops import Stops, check_others
 from jaxrl.train.tasks import Msa0Task
 from jaxrl.types import STOP_NAMES, STOP_NONE, Graded, Term, TrainState, container
 
@@ -122,6 +122,7 @@ def train(
         check_held(folder, experiment.steps)
     describe_run(folder, echo, environment(), resume)  # first: from here on a killed run can be resumed
     try:
+        check_others(experiment)
         setup = set_up(experiment, folder, base)
     except BaseException:
         if not resume:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.errors import UsageError, nearest
-from jaxrl.train.experiment import StopSpec
+from jaxrl.train.collect import matched_counts
+from jaxrl.train.experiment import Experiment, StopSpec
 
 
 class Stops:
@@ -26,6 +27,13 @@ class Stops:
         for metric, least in self.limits:
             if self.reached is None and line.get(metric, float("-inf")) >= least:
                 self.reached = f"{metric} reached {least:g} at step {line['step']}"
+
+
+def check_others(experiment: Experiment) -> None:
+    """Raise ``UsageError`` when a run that a filter or a stop condition matches is not there, before anything is paid for."""
+    matched_counts(experiment)
+    for spec in experiment.stop:
+        limit(spec)
 
 
 def limit(spec: StopSpec) -> float:
