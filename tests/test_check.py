@@ -390,12 +390,14 @@ def test_the_score_identity_fails_when_a_response_is_missing(world, everything):
     assert partial["mass"] < 1
 
 
+@pytest.mark.slow
 def test_double_precision_is_required(world):
     state, terms, probe = world
     with jax.enable_x64(False), pytest.raises(ValueError, match="double precision"):
         check_model(state.model, SPEC, state.opt_state, terms, probe)
 
 
+@pytest.mark.slow
 def test_a_decaying_schedule_needs_the_number_of_updates(world):
     state, terms, probe = world
     spec = dataclasses.replace(SPEC, schedule="cosine")
@@ -403,6 +405,7 @@ def test_a_decaying_schedule_needs_the_number_of_updates(world):
         check_model(state.model, spec, state.opt_state, terms, probe)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_has_run_out_is_checked_at_its_peak_rate(world):
     state, terms, _ = world
     spec = Optimiser(lr=1e-3, schedule="linear")
@@ -414,6 +417,7 @@ def test_a_schedule_that_has_run_out_is_checked_at_its_peak_rate(world):
     assert any(np.any(x) for x in jax.tree.leaves(step.change))
 
 
+@pytest.mark.slow
 def test_a_batch_without_signal_is_refused(world):
     state, _, probe = world
     silent = policy_terms(state.model, np.ones((4, 4)))
@@ -421,6 +425,7 @@ def test_a_batch_without_signal_is_refused(world):
         check_model(state.model, SPEC, state.opt_state, silent, probe, pairs=PAIRS)
 
 
+@pytest.mark.slow
 def test_chosen_rows_share_prompts_where_they_can(world):
     _, terms, probe = world
     counted = ~probe.truncated

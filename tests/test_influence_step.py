@@ -54,6 +54,7 @@ def world():
         return model, other, some_rows(6, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
@@ -125,6 +126,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_four_parts_add_up_to_the_step_that_optax_takes(world, name):
     model, _, probe = world

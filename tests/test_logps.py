@@ -183,6 +183,7 @@ def test_forward_and_reverse_mode_agree(x64):
     np.testing.assert_allclose(forward, slope, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_gradients_of_rows_add_up_to_the_gradient_of_their_sum(x64):
     model = cast(some_model(), jnp.float64)

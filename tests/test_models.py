@@ -112,6 +112,7 @@ def test_padded_queries_are_finite(model):
 # Rematerialisation, precision, sharding
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 @pytest.mark.parametrize("remat", [r for r in REMAT if r != "none"])
 def test_remat_policies_give_equal_gradients(x64, remat):

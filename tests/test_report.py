@@ -13,9 +13,9 @@ import pytest
 
 from jaxrl.errors import JaxrlError
 from jaxrl.report import figures, prompts, read_run, render, style, tables
-from jaxrl.report.curves import moving_mean, passk_rows
+from jaxrl.report.curves import FURTHER, moving_mean, over_steps, passk_rows, recorded
 from jaxrl.report.drift import drift_curve, drift_points
-from jaxrl.report.sections import check_pictures, report_sections
+from jaxrl.report.sections import check_pictures
 
 STEPS, PROBES, PROMPTS = 90, 24, 40
 KS = (1, 4, 16, 64, 256)
@@ -486,15 +486,14 @@ def test_accuracy_is_drawn_against_drift_from_the_base_on(two_runs):
     assert drift_curve([run], [("nowhere", "exact")]) is None
 
 
-def test_what_few_runs_record_has_a_section_only_where_one_does(two_runs, tmp_path):
-    def ids(path):
-        return [section.id for section in report_sections([read_run(path)], None)]
-
-    assert "further" not in ids(two_runs[0])
+def test_what_few_runs_record_is_drawn_only_where_one_does(two_runs, tmp_path):
+    assert recorded(FURTHER, [read_run(two_runs[0])]) == ()
     other = tmp_path / "pairs"
     shutil.copytree(two_runs[0], other)
     file = other / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     more = [line | ({"pair/chosen": -0.1, "pair/rejected": -0.4} if line["kind"] == "train" else {}) for line in lines]
     file.write_text("".join(json.dumps(line) + "\n" for line in more))
-    assert "further" in ids(other)
+    (panel,) = recorded(FURTHER, [read_run(other)])
+    assert [label for _, label in panel.metrics] == ["chosen", "rejected"]
+    assert over_steps([read_run(other)], [panel], name="further", caption="pairs").name == "further"

@@ -94,6 +94,7 @@ def test_one_minibatch_is_the_full_batch_written_out(x64):
     assert relative(got, want) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 def test_prompt_order_does_not_change_the_gradient(x64):
     model, reference = tiny_model(0), tiny_model(1)

@@ -160,6 +160,7 @@ def test_another_seed_is_another_hash_and_all_rows_at_once_change_nothing(world)
     assert np.abs(found.values - oracle(model, gradients, 0, 128)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_sketches_of_two_steps_give_the_kernel_across_them(world):
     model, rows, gradients = world
     later = along(model, jax.tree.map(jnp.ones_like, model), 0.02)

@@ -229,7 +229,7 @@ def test_a_policy_with_a_value_head_exports_without_it(tmp_path):
 @pytest.mark.parametrize(
     ("piece", "metric"),
     [
-        (Imitation(), "policy/loss_nll"),
+        pytest.param(Imitation(), "policy/loss_nll", marks=pytest.mark.slow),
         pytest.param(Preference(importance=Importance(), samples=4), "pair/weight", marks=pytest.mark.slow),
         pytest.param(Imitation(source="base", select="correct", samples=2), "policy/loss_nll", marks=pytest.mark.slow),
         pytest.param(

@@ -128,6 +128,7 @@ def test_what_a_kill_left_half_written_is_written_again(whole, monkeypatch, tmp_
     assert not half.exists()
 
 
+@pytest.mark.slow
 def test_no_evaluation_is_written_twice(whole, monkeypatch, tmp_path):
     run = killed(monkeypatch, "self", tmp_path / "run", 5)  # after the evaluation of step 3, from the checkpoint of 4
     for _ in range(2):  # the second time there is nothing left to do
