@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -17,22 +18,34 @@ from jaxrl.rl.pieces import Piece, registry, within
 from jaxrl.types import Graded
 
 
-class Prefilter(Piece, ABC):
-    """``greedy_correct bool[P] -> bool[P]``, True: sample this prompt.
+class Seen(NamedTuple):
+    """What is known of a step's prompts before any rollout.
 
-    ``chance`` (uniform in [0, 1) a prompt) and ``matched`` (how many prompts another run kept at this step) are
-    given to pieces that need them; only the shape of ``greedy_correct`` is read by pieces that do not.
+    ``chance`` is uniform in [0, 1) a prompt, ``matched`` the number of prompts that another run kept at this step; both
+    are there for pieces that need them.
     """
+
+    greedy_correct: Bool[Array, " P"]  # only its shape is read by pieces that do not need it
+    chance: Float[Array, " P"] | None
+    matched: Int[Array, ""] | None
+
+
+class Prefilter(Piece, ABC):
+    """``greedy_correct bool[P] -> bool[P]``, True: sample this prompt. See ``Seen`` for the other arguments."""
 
     run: str | None = None  # the run folder whose kept prompts are matched
 
-    @abstractmethod
     def __call__(
         self,
         greedy_correct: Bool[Array, " P"],
         chance: Float[Array, " P"] | None = None,
         matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]: ...
+    ) -> Bool[Array, " P"]:
+        return self.choose(Seen(jnp.asarray(greedy_correct), chance, matched))
+
+    @abstractmethod
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        """What ``__call__`` answers."""
 
 
 class Filter(Piece, ABC):
@@ -51,13 +64,8 @@ class SampleAll(Prefilter):
 
     tag = "all"
 
-    def __call__(
-        self,
-        greedy_correct: Bool[Array, " P"],
-        chance: Float[Array, " P"] | None = None,
-        matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]:
-        return jnp.ones(jnp.shape(greedy_correct), bool)
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        return jnp.ones(seen.greedy_correct.shape, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +79,8 @@ class SampleGreedyFails(Prefilter):
     tag = "greedy_fails"
     needs = frozenset({"greedy_correct"})
 
-    def __call__(
-        self,
-        greedy_correct: Bool[Array, " P"],
-        chance: Float[Array, " P"] | None = None,
-        matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]:
-        return ~jnp.asarray(greedy_correct)
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        return ~seen.greedy_correct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +90,8 @@ class SampleGreedySucceeds(Prefilter):
     tag = "greedy_succeeds"
     needs = frozenset({"greedy_correct"})
 
-    def __call__(
-        self,
-        greedy_correct: Bool[Array, " P"],
-        chance: Float[Array, " P"] | None = None,
-        matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]:
-        return jnp.asarray(greedy_correct)
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        return seen.greedy_correct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +105,8 @@ class SampleRandom(Prefilter):
     def __post_init__(self) -> None:
         within("algorithm.prefilter.rate", self.rate, 0, 1)
 
-    def __call__(
-        self,
-        greedy_correct: Bool[Array, " P"],
-        chance: Float[Array, " P"] | None = None,
-        matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]:
-        return chance < self.rate
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        return seen.chance < self.rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +120,8 @@ class SampleMatched(Prefilter):
     needs = frozenset({"chance", "matched"})
     run: str
 
-    def __call__(
-        self,
-        greedy_correct: Bool[Array, " P"],
-        chance: Float[Array, " P"] | None = None,
-        matched: Int[Array, ""] | None = None,
-    ) -> Bool[Array, " P"]:
-        return smallest(chance, matched)
+    def choose(self, seen: Seen) -> Bool[Array, " P"]:
+        return smallest(seen.chance, seen.matched)
 
 
 @dataclass(frozen=True, kw_only=True)
