@@ -10,7 +10,7 @@ import pytest
 from rl_cases import graded_of, prefiltered, quick_jit, scored, tiny_model
 
 from jaxrl import keys
-from jaxrl.rl.advantages import ADVANTAGES, Centre, Gae
+from jaxrl.rl.advantages import ADVANTAGES, Centre, Gae, PassKTraining
 from jaxrl.rl.algorithms import Algorithm, applied, kept, prepare
 from jaxrl.rl.critic import Critic
 from jaxrl.rl.filters import (
@@ -38,6 +38,7 @@ from jaxrl.types import TrainState
 # What a decoder trains on here; the table over every algorithm is in test_algorithm_table.
 HELD = {"rollouts", "trainer_logps", "sampler_logps", "ref_logps", "greedy_correct", "base_samples", "reference_model"}
 TABLE = {name: x for name, x in ALGORITHMS.items() if x.needs <= HELD and x.policy} | {
+    "pass_at_k_training": Algorithm(advantage=PassKTraining(k=2)),  # at k = n, as the recipe has it here, all is 0
     "dr_grpo": Algorithm(advantage=Centre(), weights=SequenceMeanTokenSumNorm(length=5)),
     "mixed_groups_only": Algorithm(keep=Mixed(), truncated="mask"),
     "hard_prompts": Algorithm(keep=SolveRate(max=0.5), weights=SequenceMeanTokenMean(over="prompts"), no_kept="skip"),
