@@ -29,7 +29,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # A compiled program maps dozens of pieces of memory, and Linux gives a process 65,530 of them: a worker that had run
 # some fifty files crashed in the compiler with 57,000.
-MAPS = 40_000
+MAPS = 25_000
 
 
 @pytest.fixture(autouse=True, scope="module")
