@@ -75,6 +75,7 @@ def test_the_weighted_kernel_is_what_the_loss_that_trains_predicts(world, loss, 
     np.testing.assert_allclose(expected, by_hand, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_rollout_temperature_acts_on_the_training_side_only(world):
     model, _, probe = world
     one = term(model, Clip(), drift=0.1)

@@ -336,6 +336,7 @@ def test_row_gradients_do_not_depend_on_the_remat_policy(world):
     assert token_logps(model, a).dtype == jnp.float64
 
 
+@pytest.mark.slow
 def test_the_noise_floor_is_what_a_second_computation_shows_and_marks_signs_below_it(world):
     """bf16 passes err far more than float32 ones; double precision has no floor measured."""
     model, a, b, expected = world

@@ -237,6 +237,7 @@ def test_rows_whose_weights_are_all_zero_give_zero():
         assert np.all(np.isfinite(kernel.values))
 
 
+@pytest.mark.slow
 def test_tokens_that_need_no_gradient_may_hold_anything_and_rows_of_a_like_length_share_a_program():
     model, (a, b) = small_model(), rows_of_two_widths()
     first = gradient_kernel(model, a, b, method="streamed").values

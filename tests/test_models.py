@@ -86,6 +86,7 @@ def decode(model, tokens, chunk: int, pad: int = 0, spare: int = 0):
     return jnp.concatenate(out, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.x64
 @pytest.mark.parametrize("chunk", [pytest.param(12, marks=pytest.mark.slow), 4, 1])
 def test_prefill_and_decoding_reproduce_the_forward_pass(x64, chunk):

@@ -121,6 +121,7 @@ def test_other_lengths_of_the_same_buckets_compile_nothing():
     assert [c[2] for c in counts] == [1, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_term_without_weight_runs_no_pass_and_gives_zero():
     model = tiny_model(0)
     (term,) = terms_of(model, None, Algorithm())
